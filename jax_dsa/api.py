@@ -1,0 +1,179 @@
+"""The public functions of sparse attention: check, choose, distribute, attend."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+from jax_dsa import dispatch, operations, reference, sharding, validate, vjp
+
+# For ``jax.export.export(..., disabled_checks=)``: the custom calls an exported program may hold.
+EXPORT_DISABLED_CHECKS = [
+    export.DisabledSafetyCheck.custom_call(n) for n in ("jax_dsa_fwd_v1", "jax_dsa_bwd_v1")
+]
+
+
+def sparse_attention(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    *,
+    topk_length: Any = None,
+    attn_sink: Any = None,
+    scale: float | None = None,
+    value_dim: int | None = None,
+    return_lse: bool = False,
+    implementation: str | Sequence[str] | None = None,
+    deterministic: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of every query over the keys that its row of ``indices`` names.
+
+    For query t and head h, slot i is valid iff ``i < topk_length[t]`` and ``0 <= indices[t, i] < T``. On valid slots
+    ``s_i = scale * q[t, h] . kv[indices[t, i]]``; ``lse = ln sum_i exp(s_i)``; with a sink
+    ``lse* = ln(exp(lse) + exp(attn_sink[h]))``, else ``lse* = lse``; ``P_i = exp(s_i - lse*)`` and
+    ``out = sum_i P_i kv[indices[t, i], :value_dim]``. A query without a valid slot gives out 0, lse -inf, gradients 0.
+    An index listed m times counts m times. Nothing is assumed about causality or order. Index values are never an error.
+
+    Works under jit, grad, vmap, checkpoint, shard_map, export and with sharded operands (batch axes, S and H).
+    Sums run in float32 (float64 for float64 operands) and results are cast once. Source: DeepSeek-V3.2, arXiv 2512.02556.
+
+    Args:
+        q: ``[..., S, H, D]``, bfloat16, float16, float32 or float64.
+        kv: ``[..., T, D]``, q's dtype; one latent row is key and, in its first ``value_dim`` columns, value.
+        indices: int32 ``[..., S, K]``, rows of kv in any order.
+        topk_length: int32 ``[..., S]``: only the first so many slots count. Default: all.
+        attn_sink: real floating ``[H]``: logit of one extra, value-less key per head. Default: none (-inf).
+        scale: finite number > 0, factor of the logits. Default ``D ** -0.5``.
+        value_dim: columns of kv that are the value, 1 to D. Default 512 where D is 576, else D.
+        return_lse: also return lse, in natural-log units, without the sink.
+        implementation: ``"reference"``, ``"xla"``, ``"cutedsl"``, a sequence of them to try in order, or None to choose.
+        deterministic: gradients are bitwise equal from run to run of one compiled program.
+
+    Returns:
+        out ``[..., S, H, value_dim]`` in q's dtype, or ``(out, lse)`` with lse ``[..., S, H]`` float32
+        (float64 for float64 operands).
+
+    Raises:
+        TypeError, ValueError: an argument is not as above.
+        NotImplementedError: the named implementation cannot serve the call, or its derivative.
+        ExceptionGroup: none of a sequence of implementations can.
+    """
+    problem = validate.problem(
+        q, kv, indices, topk_length=topk_length, attn_sink=attn_sink, scale=scale, value_dim=value_dim,
+        deterministic=deterministic,
+    )  # fmt: skip
+    name = dispatch.choose(problem, implementation)
+    operands = validate.canonical(problem, q, kv, indices, topk_length, attn_sink)
+    if problem.empty:
+        out, lse = _nothing_to_attend(problem, operands[0])
+    else:
+        if name == "reference":
+            attend = functools.partial(reference.attention, problem.facts)
+        else:
+            attend = functools.partial(vjp.attention, vjp.Call(problem.facts, name))
+        accum = problem.facts.accum_dtype
+        out, lse = sharding.distribute(attend, operations.FORWARD, accum, operands, _NAMES)
+    return (out, lse) if return_lse else out
+
+
+_NAMES = ("q", "kv", "indices", "topk_length", "attn_sink")
+
+
+def _nothing_to_attend(problem, q):
+    out = jnp.zeros_like(q[..., : problem.facts.value_dim])
+    return out, jnp.full_like(q[..., 0], -jnp.inf, dtype=problem.facts.accum_dtype)
+
+
+def explain(q: Any, kv: Any, indices: Any, **options: Any) -> dispatch.Explanation:
+    """Which implementation would serve ``sparse_attention`` with the same arguments, and why not the others.
+
+    Args:
+        q, kv, indices: arrays, or anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``).
+        **options: keyword arguments of `sparse_attention`.
+
+    Returns:
+        The choice as data: ``chosen``, and for each implementation the reason why it cannot serve the call, or None.
+
+    Raises:
+        As `sparse_attention`.
+    """
+    options.pop("return_lse", None)
+    implementation = options.pop("implementation", None)
+    return dispatch.explain(validate.problem(q, kv, indices, **options), implementation)
+
+
+def merge_partials(outs, lses, attn_sink=None) -> tuple[jax.Array, jax.Array]:
+    """Combines attention over disjoint sets of keys, each computed without a sink, into attention over all of them.
+
+    ``lse = ln sum_n exp(lse_n)``, ``out = sigmoid(lse - attn_sink) sum_n exp(lse_n - lse) out_n``. Parts in which a
+    query had no key (lse -inf) weigh nothing; gradients are finite also where all are empty.
+
+    Args:
+        outs: sequence of N arrays ``[..., H, value_dim]`` of one dtype, or one array with a leading axis N.
+        lses: sequence of N arrays ``[..., H]``, natural log, or one array with a leading axis N.
+        attn_sink: ``[H]``, applied once, here. Default: none.
+
+    Returns:
+        ``out [..., H, value_dim]`` in the dtype of the parts, and lse ``[..., H]`` without the sink.
+
+    Raises:
+        ValueError: no parts, numbers of parts that differ, or shapes that do not fit.
+    """
+    outs, lses = [jnp.asarray(o) for o in outs], [jnp.asarray(x) for x in lses]
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge_partials: got {len(outs)} outs and {len(lses)} lses, want as many of one as of the other"
+        )
+    for n, (o, x) in enumerate(zip(outs, lses, strict=True)):
+        if o.shape != outs[0].shape or x.shape != outs[0].shape[:-1]:
+            raise ValueError(
+                f"merge_partials: part {n} has out {o.shape} and lse {x.shape}, "
+                f"want {outs[0].shape} and {outs[0].shape[:-1]} as the first part's out says"
+            )
+    accum = jnp.promote_types(lses[0].dtype, jnp.float32)
+    lse_parts = jnp.stack(lses).astype(accum)  # [N, ..., H]
+    some = lse_parts.max(0) != -jnp.inf
+    top = jax.lax.stop_gradient(jnp.where(some, lse_parts.max(0), 0))
+    weights = jnp.where(
+        lse_parts == -jnp.inf, 0, jnp.exp(jnp.where(lse_parts == -jnp.inf, 0, lse_parts - top))
+    )
+    total = jnp.where(some, weights.sum(0), 1)
+    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
+    share = 1 / total
+    if attn_sink is not None:
+        share *= jax.nn.sigmoid(jnp.where(some, lse, 0) - jnp.asarray(attn_sink).astype(accum))
+    out = jnp.einsum(
+        "n...h,n...hv->...hv", weights * share, jnp.stack(outs).astype(accum), precision="highest"
+    )
+    return out.astype(outs[0].dtype), lse
+
+
+def gather_kv(kv: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
+    """All-gathers kv along T inside ``jax.shard_map``, so that indices may name rows of the whole.
+
+    Its gradient is reduce-scattered in float32 (float64) and cast once.
+
+    Args:
+        kv: ``[..., T / n, D]``, one device's rows.
+        axis_name: the mesh axes, of n devices together, that split T.
+
+    Returns:
+        ``[..., T, D]``.
+
+    Raises:
+        ValueError: kv has fewer than two dimensions.
+    """
+    if kv.ndim < 2:
+        raise ValueError(f"kv: got shape {kv.shape}, want [..., T, D]")
+    return sharding.gather(kv, axis_name, jnp.promote_types(kv.dtype, jnp.float32)).astype(kv.dtype)
+
+
+def register() -> None:
+    """Registers the custom-call targets of this process's platforms; idempotent.
+
+    Call it before running a program deserialised by ``jax.export``. This version has no compiled kernels, so that
+    there is nothing to register yet and exported programs hold no custom call of jax_dsa's.
+    """
