@@ -31,30 +31,39 @@ def sparse_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of every query over the keys that its row of ``indices`` names.
 
-    For query t and head h, slot i is valid iff ``i < topk_length[t]`` and ``0 <= indices[t, i] < T``. On valid slots
-    ``s_i = scale * q[t, h] . kv[indices[t, i]]``; ``lse = ln sum_i exp(s_i)``; with a sink
-    ``lse* = ln(exp(lse) + exp(attn_sink[h]))``, else ``lse* = lse``; ``P_i = exp(s_i - lse*)`` and
-    ``out = sum_i P_i kv[indices[t, i], :value_dim]``. A query without a valid slot gives out 0, lse -inf, gradients 0.
-    An index listed m times counts m times. Nothing is assumed about causality or order. Index values are never an error.
+    For query t and head h, slot i is valid iff ``i < topk_length[t]`` and
+    ``0 <= indices[t, i] < T``. Over valid slots::
 
-    Works under jit, grad, vmap, checkpoint, shard_map, export and with sharded operands (batch axes, S and H).
-    Sums run in float32 (float64 for float64 operands) and results are cast once. Source: DeepSeek-V3.2, arXiv 2512.02556.
+        s_i  = scale * q[t, h] . kv[indices[t, i]]
+        lse  = ln sum_i exp(s_i)
+        lse* = ln(exp(lse) + exp(attn_sink[h]))
+        P_i  = exp(s_i - lse*)
+        out  = sum_i P_i kv[indices[t, i], :value_dim]
+
+    A query without a valid slot gives out 0, lse -inf, gradients 0. An index listed m times counts
+    m times. Nothing is assumed about causality or order. Values of indices are never an error.
+    Sums run in float32 (float64 for float64 operands) and results are cast once.
+
+    Works under jit, grad, vmap, checkpoint, shard_map, export, and with operands sharded along
+    batch axes, S and H. Source: DeepSeek-V3.2 technical report, arXiv 2512.02556.
 
     Args:
         q: ``[..., S, H, D]``, bfloat16, float16, float32 or float64.
-        kv: ``[..., T, D]``, q's dtype; one latent row is key and, in its first ``value_dim`` columns, value.
+        kv: ``[..., T, D]``, q's dtype; a row is the key and, in its first columns, the value.
         indices: int32 ``[..., S, K]``, rows of kv in any order.
         topk_length: int32 ``[..., S]``: only the first so many slots count. Default: all.
-        attn_sink: real floating ``[H]``: logit of one extra, value-less key per head. Default: none (-inf).
+        attn_sink: real floating ``[H]``: logit of one extra, value-less key per head. Default:
+            none, that is -inf.
         scale: finite number > 0, factor of the logits. Default ``D ** -0.5``.
         value_dim: columns of kv that are the value, 1 to D. Default 512 where D is 576, else D.
         return_lse: also return lse, in natural-log units, without the sink.
-        implementation: ``"reference"``, ``"xla"``, ``"cutedsl"``, a sequence of them to try in order, or None to choose.
+        implementation: ``"reference"``, ``"xla"`` or ``"cutedsl"``; a sequence of them, to try in
+            order; or None, to choose.
         deterministic: gradients are bitwise equal from run to run of one compiled program.
 
     Returns:
-        out ``[..., S, H, value_dim]`` in q's dtype, or ``(out, lse)`` with lse ``[..., S, H]`` float32
-        (float64 for float64 operands).
+        out ``[..., S, H, value_dim]`` in q's dtype, or ``(out, lse)`` with lse ``[..., S, H]`` in
+        float32 (float64 for float64 operands).
 
     Raises:
         TypeError, ValueError: an argument is not as above.
@@ -62,20 +71,26 @@ def sparse_attention(
         ExceptionGroup: none of a sequence of implementations can.
     """
     problem = validate.problem(
-        q, kv, indices, topk_length=topk_length, attn_sink=attn_sink, scale=scale, value_dim=value_dim,
+        q,
+        kv,
+        indices,
+        topk_length=topk_length,
+        attn_sink=attn_sink,
+        scale=scale,
+        value_dim=value_dim,
         deterministic=deterministic,
-    )  # fmt: skip
+    )
     name = dispatch.choose(problem, implementation)
     operands = validate.canonical(problem, q, kv, indices, topk_length, attn_sink)
+    rule, accum = operations.FORWARD, problem.facts.accum_dtype
     if problem.empty:
         out, lse = _nothing_to_attend(problem, operands[0])
+    elif name == "reference":
+        attend = functools.partial(reference.attention, problem.facts)
+        out, lse = sharding.distribute(attend, rule, accum, operands, _NAMES)
     else:
-        if name == "reference":
-            attend = functools.partial(reference.attention, problem.facts)
-        else:
-            attend = functools.partial(vjp.attention, vjp.Call(problem.facts, name))
-        accum = problem.facts.accum_dtype
-        out, lse = sharding.distribute(attend, operations.FORWARD, accum, operands, _NAMES)
+        settled = sharding.settle(rule, accum, operands, _NAMES)
+        out, lse = vjp.attention(vjp.Call(problem.facts, name), *settled)
     return (out, lse) if return_lse else out
 
 
@@ -88,14 +103,15 @@ def _nothing_to_attend(problem, q):
 
 
 def explain(q: Any, kv: Any, indices: Any, **options: Any) -> dispatch.Explanation:
-    """Which implementation would serve ``sparse_attention`` with the same arguments, and why not the others.
+    """Which implementation would serve `sparse_attention` with these arguments, and why not others.
 
     Args:
         q, kv, indices: arrays, or anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``).
         **options: keyword arguments of `sparse_attention`.
 
     Returns:
-        The choice as data: ``chosen``, and for each implementation the reason why it cannot serve the call, or None.
+        The choice as data: ``chosen``, and in ``reasons`` for each implementation why it cannot
+        serve the call, or None.
 
     Raises:
         As `sparse_attention`.
@@ -106,18 +122,19 @@ def explain(q: Any, kv: Any, indices: Any, **options: Any) -> dispatch.Explanati
 
 
 def merge_partials(outs, lses, attn_sink=None) -> tuple[jax.Array, jax.Array]:
-    """Combines attention over disjoint sets of keys, each computed without a sink, into attention over all of them.
+    """Combines attention over disjoint sets of keys into attention over all of them.
 
-    ``lse = ln sum_n exp(lse_n)``, ``out = sigmoid(lse - attn_sink) sum_n exp(lse_n - lse) out_n``. Parts in which a
-    query had no key (lse -inf) weigh nothing; gradients are finite also where all are empty.
+    ``lse = ln sum_n exp(lse_n)``, ``out = sigmoid(lse - attn_sink) sum_n exp(lse_n - lse) out_n``.
+    The parts are computed without a sink. One in which a query had no key (lse -inf) weighs
+    nothing; gradients are finite also where all are empty.
 
     Args:
-        outs: sequence of N arrays ``[..., H, value_dim]`` of one dtype, or one array with a leading axis N.
-        lses: sequence of N arrays ``[..., H]``, natural log, or one array with a leading axis N.
+        outs: N arrays ``[..., H, value_dim]`` of one dtype: a sequence, or an array with axis 0.
+        lses: N arrays ``[..., H]``, natural log: a sequence, or an array with axis 0.
         attn_sink: ``[H]``, applied once, here. Default: none.
 
     Returns:
-        ``out [..., H, value_dim]`` in the dtype of the parts, and lse ``[..., H]`` without the sink.
+        out ``[..., H, value_dim]`` in the dtype of the parts; lse ``[..., H]`` without the sink.
 
     Raises:
         ValueError: no parts, numbers of parts that differ, or shapes that do not fit.
@@ -125,7 +142,7 @@ def merge_partials(outs, lses, attn_sink=None) -> tuple[jax.Array, jax.Array]:
     outs, lses = [jnp.asarray(o) for o in outs], [jnp.asarray(x) for x in lses]
     if not outs or len(outs) != len(lses):
         raise ValueError(
-            f"merge_partials: got {len(outs)} outs and {len(lses)} lses, want as many of one as of the other"
+            f"merge_partials: got {len(outs)} outs and {len(lses)} lses, want as many of each"
         )
     for n, (o, x) in enumerate(zip(outs, lses, strict=True)):
         if o.shape != outs[0].shape or x.shape != outs[0].shape[:-1]:
@@ -174,6 +191,6 @@ def gather_kv(kv: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
 def register() -> None:
     """Registers the custom-call targets of this process's platforms; idempotent.
 
-    Call it before running a program deserialised by ``jax.export``. This version has no compiled kernels, so that
-    there is nothing to register yet and exported programs hold no custom call of jax_dsa's.
+    Call it before running a program deserialised by ``jax.export``. This version has no compiled
+    kernels: there is nothing to register, and exported programs hold no custom call of jax_dsa's.
     """

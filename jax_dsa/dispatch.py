@@ -39,13 +39,13 @@ def unusable(name: str, problem: Problem) -> str | None:
     """The reason why an implementation cannot serve a problem, or None."""
     if name == "reference":
         if problem.facts.deterministic and _gpus():
-            return "JAX's own derivative of a gather adds in no fixed order on a GPU; use implementation='xla'"
+            return "JAX's derivative of a gather adds in no fixed order on a GPU; use 'xla'"
         return None
     if name == "xla":
         if problem.groups * problem.keys + problem.topk >= 2**31:
-            return f"{problem.groups} x {problem.keys} rows of kv exceed the int32 row numbers of XLA's gather"
+            return f"{problem.groups} x {problem.keys} rows of kv exceed int32 row numbers"
         return None
-    return "this version of jax_dsa ships no compiled kernels; use implementation='xla'"
+    return "this version of jax_dsa has no compiled kernels; use 'xla'"
 
 
 def choose(problem: Problem, asked: str | Sequence[str] | None) -> str:
@@ -62,7 +62,7 @@ def choose(problem: Problem, asked: str | Sequence[str] | None) -> str:
     for name in names:
         if name not in NAMES:
             raise ValueError(
-                f"implementation: unknown name {name!r}; known names are {', '.join(map(repr, NAMES))}"
+                f"implementation: got unknown name {name!r}, want one of {', '.join(NAMES)}"
             )
     if not names:
         raise ValueError(
@@ -105,8 +105,8 @@ def _log_choice(problem: Problem, chosen: str) -> None:
 @functools.lru_cache(maxsize=1024)
 def _warn_slow(reason: str) -> None:
     logging.warning(
-        "jax_dsa: a GPU is present, but implementation 'xla' runs, many times slower than a kernel: %s. "
-        "Name implementation='xla' to silence this.",
+        "jax_dsa: a GPU is present, but implementation 'xla' runs, many times slower than a "
+        "kernel: %s. Name implementation='xla' to silence this.",
         reason,
     )
 
@@ -119,5 +119,5 @@ def _gpus() -> list[jax.Device]:
 
 
 def implementation(name: str, operation: str) -> Callable:
-    """The function that runs an operation (``forward`` or ``backward``) on one device's operands with a group axis."""
+    """The function that runs ``forward`` or ``backward`` on one device's operands."""
     return getattr(importlib.import_module(f"jax_dsa.{name}"), operation)

@@ -1,11 +1,12 @@
-"""The two operations as JAX primitives: result types, batching, sharding, lowering. Knows no implementation.
+"""The two operations as JAX primitives: result types, batching, sharding, lowering.
 
     forward   q, kv, indices, topk_length, sink                   -> out, lse
     backward  q, kv, indices, topk_length, lse, alpha, beta, dout -> dq, dkv
 
-Every operand carries the same number of leading batch axes; on an axis on which an operand is not mapped its size is 1.
-Batching therefore adds an axis and copies nothing; the axes are folded into the implementations' one group axis on the
-device (``_local``), after partitioning, so that no sharded axis is ever merged with another.
+Every operand carries the same number of leading batch axes; on one on which it is not mapped its
+size is 1. Batching therefore adds an axis and copies nothing. Only on the device, after
+partitioning, are the axes folded into the one group axis of the implementations: no sharded axis is
+ever merged with another. Which implementation runs, `dispatch` knows.
 """
 
 import functools
@@ -14,9 +15,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.sharding import AxisType
 
 from jax_dsa import dispatch, sharding
@@ -32,84 +34,77 @@ BACKWARD = sharding.Rule(
     results=("shd", "td"),
     sharded="sh",
     gathered="t",
-    summed=((1, "sh"),),
+    gradients=((1, 1),),
 )
-
-
-# Two primitives an operation: the one of an operation outside shard_map is partitioned by XLA, for which JAX needs to
-# know the devices when it lowers; the other need not, so that a program can be exported for devices that are not there.
 
 
 def forward(call, q, kv, indices, topk_length, sink):
     """``out [*B, S, H, value_dim]`` in q's dtype and ``lse [*B, S, H]``."""
-    return _bound(_FORWARD[_in_shard_map()], call)(q, kv, indices, topk_length, sink)
+    return _bound(_FORWARD[_on_one_device()], call)(q, kv, indices, topk_length, sink)
 
 
 def backward(call, q, kv, indices, topk_length, lse, alpha, beta, dout):
     """``dq [*B, S, H, D]`` in q's dtype and ``dkv [*B, T, D]`` in the accumulation dtype."""
-    return _bound(_BACKWARD[_in_shard_map()], call)(
-        q, kv, indices, topk_length, lse, alpha, beta, dout
-    )
+    operands = (q, kv, indices, topk_length, lse, alpha, beta, dout)
+    return _bound(_BACKWARD[_on_one_device()], call)(*operands)
 
 
-def _forward_types(call, q, kv, indices, topk_length, sink):
-    out = q[..., : call.facts.value_dim]
-    return out, q[..., 0].astype(call.facts.accum_dtype)
+def _forward_results(call, q, *_):
+    return (*q.shape[-3:-1], call.facts.value_dim), q.dtype, q.shape[-3:-1], call.facts.accum_dtype
 
 
-def _backward_types(call, q, kv, indices, topk_length, lse, alpha, beta, dout):
-    return q, kv.astype(call.facts.accum_dtype)
+def _backward_results(call, q, kv, *_):
+    return q.shape[-3:], q.dtype, kv.shape[-2:], call.facts.accum_dtype
 
 
-def _in_shard_map() -> bool:
+def _on_one_device() -> bool:
+    """Whether arrays are one device's own: inside a shard_map over all mesh axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and all(t == AxisType.Manual for t in mesh.axis_types)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _bound(primitive: Primitive, call):
     """The primitive under jit, so that it also runs eagerly."""
     return jax.jit(functools.partial(primitive.bind, call=call))
 
 
-def _define(name: str, rule: sharding.Rule, types, in_shard_map: bool) -> Primitive:
+def _define(name: str, rule: sharding.Rule, results, on_one_device: bool) -> Primitive:
     primitive = Primitive(f"jax_dsa_{name}")
     primitive.multiple_results = True
 
     def abstract(*operands, call):
-        batch_axes = operands[0].ndim - len(rule.operands[0])
-        batch = np.broadcast_shapes(*(x.shape[:batch_axes] for x in operands))
-
-        def results(*arrays):
-            core = types(call, *arrays)
-            return [jnp.broadcast_to(x, batch + x.shape[batch_axes:]) for x in core]
-
-        # Traced, so that the results carry the operands' mesh and varying axes in every JAX version.
-        return jax.make_jaxpr(results)(*operands).out_avals
+        batch = _batch(rule, operands)
+        out, out_dtype, other, other_dtype = results(call, *operands)
+        return sharding.result_types(
+            rule, operands, [((*batch, *out), out_dtype), ((*batch, *other), other_dtype)]
+        )
 
     def batch(operands, dims, *, call):
         moved = [
             jnp.expand_dims(x, 0) if d is None else jnp.moveaxis(x, d, 0)
             for x, d in zip(operands, dims, strict=True)
         ]
-        results = primitive.bind(*moved, call=call)
-        return results, [0] * len(results)
+        return primitive.bind(*moved, call=call), [0, 0]
 
     def lower(ctx, *operands, call):
         fn = functools.partial(_local, name, rule, call, ctx.module_context.platforms[0])
-        if not in_shard_map and getattr(ctx.module_context.axis_context, "num_devices", 1) > 1:
+        types = ctx.avals_in, ctx.avals_out
+        if on_one_device or _devices(ctx.module_context.axis_context) == 1:
+            # The types of meshes would only get in the way of the implementations' loops.
+            ctx = ctx.replace(avals_in=[ShapedArray(t.shape, t.dtype) for t in ctx.avals_in])
+        elif sharding.explicit_mesh(*ctx.avals_in) is not None:
+            fn = sharding.on_explicit(fn, rule, *types)
+        else:
             _refuse_export(ctx.module_context)
-            fn = sharding.partitioned(
-                fn, rule, [a.shape for a in ctx.avals_in], [a.shape for a in ctx.avals_out]
-            )
-        # Here arrays are one device's own: their mesh types would only get in the way of the implementations' loops.
-        plain = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
-        return mlir.lower_fun(fn, multiple_results=True)(plain, *operands)
+            ctx = ctx.replace(avals_in=[ShapedArray(t.shape, t.dtype) for t in ctx.avals_in])
+            fn = sharding.on_auto(fn, rule, *([t.shape for t in each] for each in types))
+        return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
 
     def jvp(primals, tangents, *, call):
         raise NotImplementedError(
-            f"implementation={call.implementation!r} has no second derivative: use implementation='reference', "
-            "which JAX differentiates to any order."
+            f"implementation={call.implementation!r} has no second derivative: use "
+            "implementation='reference', which JAX differentiates to any order"
         )
 
     primitive.def_abstract_eval(abstract)
@@ -119,32 +114,43 @@ def _define(name: str, rule: sharding.Rule, types, in_shard_map: bool) -> Primit
     return primitive
 
 
+def _devices(axis_context) -> int:
+    """The devices lowered for, under jit or in a shard_map over some of the mesh axes."""
+    mesh = getattr(axis_context, "mesh", None)
+    return axis_context.num_devices if mesh is None else mesh.size
+
+
 def _refuse_export(module):
     if module.lowering_parameters.for_export:
         raise NotImplementedError(
-            "sparse_attention cannot be exported for several devices on an Auto mesh: its partitioning is a callback that "
-            "cannot be serialised. Export on an Explicit mesh (jax.make_mesh's default) or inside jax.shard_map."
+            "sparse_attention cannot be exported for several devices on an Auto mesh: its "
+            "partitioning is a callback, which cannot be serialised. Export on an Explicit mesh "
+            "(jax.make_mesh's default) or inside jax.shard_map"
         )
 
 
+def _batch(rule: sharding.Rule, operands) -> tuple[int, ...]:
+    axes = len(operands[0].shape) - len(rule.operands[0])
+    return np.broadcast_shapes(*(x.shape[:axes] for x in operands))
+
+
 def _local(name, rule, call, platform, *operands):
-    """Folds the batch axes of one device's operands into a group axis and runs the implementation."""
-    cores = [len(dims) for dims in rule.operands]
-    batch_axes = operands[0].ndim - cores[0]
-    batch = np.broadcast_shapes(*(x.shape[:batch_axes] for x in operands))
-    groups = math.prod(batch)
-    folded = []
-    for x, core in zip(operands, cores, strict=True):
-        tail = x.shape[x.ndim - core :]
-        folded.append(jnp.broadcast_to(x, batch + tail).reshape((groups, *tail)))
+    """Folds one device's batch axes into a group axis and runs the implementation."""
+    batch = _batch(rule, operands)
+    tails = [x.shape[x.ndim - len(dims) :] for x, dims in zip(operands, rule.operands, strict=True)]
+    folded = [
+        jnp.broadcast_to(x, batch + tail).reshape(math.prod(batch), *tail)
+        for x, tail in zip(operands, tails, strict=True)
+    ]
     results = dispatch.implementation(call.implementation, name)(call.facts, platform, *folded)
     return [x.reshape(batch + x.shape[1:]) for x in results]
 
 
-_FORWARD = {manual: _define("forward", FORWARD, _forward_types, manual) for manual in (False, True)}
-_BACKWARD = {
-    manual: _define("backward", BACKWARD, _backward_types, manual) for manual in (False, True)
-}
+# Two primitives an operation. Outside shard_map XLA's partitioner may have to be asked, for which
+# JAX must know the devices when it lowers; on one device it need not, so that programs can be
+# exported for devices that are not there.
+_FORWARD = {one: _define("forward", FORWARD, _forward_results, one) for one in (False, True)}
+_BACKWARD = {one: _define("backward", BACKWARD, _backward_results, one) for one in (False, True)}
 prim_requires_devices_during_lowering.update((_FORWARD[False], _BACKWARD[False]))
 
 
@@ -154,7 +160,7 @@ _tangent_p = Primitive("jax_dsa_tangent")
 
 
 def reverse_mode_only(x, implementation: str):
-    """``x``, with a tangent that reverse mode can transpose and forward mode answers with a readable error."""
+    """``x`` with a tangent that reverse mode transposes and forward mode refuses readably."""
     return _mark(implementation, x)
 
 
@@ -170,8 +176,8 @@ def _mark_jvp(implementation, primals, tangents):
 
 def _refuse_forward_mode(*_, implementation):
     raise NotImplementedError(
-        f"implementation={implementation!r} has no forward-mode derivative (jvp, jacfwd, linearize's tangent): use "
-        "implementation='reference', or reverse mode (grad, vjp)."
+        f"implementation={implementation!r} has no forward-mode derivative (jvp, jacfwd): use "
+        "implementation='reference', or reverse mode (grad, vjp)"
     )
 
 

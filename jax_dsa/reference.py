@@ -1,4 +1,4 @@
-"""The definition in a few lines of jnp: float32 math (float64 for float64), differentiated by JAX itself."""
+"""The definition in a few lines of jnp, in float32 (float64), differentiated by JAX itself."""
 
 import jax
 import jax.numpy as jnp

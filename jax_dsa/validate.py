@@ -1,4 +1,7 @@
-"""From what the caller passed to a Problem and canonical arrays: the only place that raises for the caller's mistakes."""
+"""From what the caller passed to a Problem and canonical operands.
+
+The only place that raises for the caller's mistakes; behind it nobody checks again.
+"""
 
 import math
 import numbers
@@ -22,7 +25,7 @@ def problem(
     value_dim=None,
     deterministic=False,
 ) -> Problem:
-    """Checks shapes, dtypes and options; arrays may be abstract (anything with ``shape`` and ``dtype``).
+    """Checks shapes, dtypes and options of arrays, or of anything with ``shape`` and ``dtype``.
 
     Raises:
         TypeError: a wrong dtype or kind of argument.
@@ -60,11 +63,12 @@ def problem(
 
 
 def canonical(p: Problem, q, kv, indices, topk_length, attn_sink) -> tuple[jax.Array, ...]:
-    """The operands every implementation takes: lengths and a sink are always there, and carry the batch axes.
+    """The operands every implementation takes: with lengths and a sink, and with batch axes.
 
     Returns:
-        ``q [*B, S, H, D], kv [*B, T, D], indices [*B, S, K], topk_length [*B, S]`` and ``sink [*1, H]`` in the
-        accumulation dtype. Without lengths every slot counts; without a sink its logit is -inf.
+        q ``[*B, S, H, D]``, kv ``[*B, T, D]``, indices ``[*B, S, K]``, topk_length ``[*B, S]`` and
+        sink ``[*1, H]`` in the accumulation dtype. Without lengths every slot counts, without a
+        sink its logit is -inf.
     """
     if topk_length is None:
         topk_length = jnp.full((*p.batch, p.queries), p.topk, jnp.int32)
@@ -115,7 +119,7 @@ def _scale(scale: Any, head_dim: int) -> float:
         return head_dim**-0.5
     if isinstance(scale, jax.core.Tracer | jax.Array):
         raise TypeError(
-            "scale: got a JAX array, want a Python or NumPy number; for a traced scale multiply q instead"
+            "scale: got a JAX array, want a Python or NumPy number: multiply q by it instead"
         )
     if isinstance(scale, np.ndarray) and scale.ndim == 0:
         scale = scale[()]
@@ -123,18 +127,16 @@ def _scale(scale: Any, head_dim: int) -> float:
         scale, bool | np.bool_
     ):
         raise TypeError(f"scale: got {type(scale).__name__}, want a Python or NumPy real number")
-    if not (math.isfinite(scale) and scale > 0):
+    if not (math.isfinite(number := float(scale)) and number > 0):
         raise ValueError(f"scale: got {scale}, want a finite number > 0; the default is D ** -0.5")
-    return float(scale)
+    return number
 
 
 def _value_dim(value_dim: Any, head_dim: int) -> int:
     if value_dim is None:
         return 512 if head_dim == 576 else head_dim
     if isinstance(value_dim, jax.core.Tracer | jax.Array):
-        raise TypeError(
-            "value_dim: got a JAX array, want a Python or NumPy integer; it is a shape and cannot be traced"
-        )
+        raise TypeError("value_dim: got a JAX array, want a Python or NumPy integer: it is a shape")
     if not isinstance(value_dim, int | np.integer) or isinstance(value_dim, bool):
         raise TypeError(f"value_dim: got {value_dim!r}, want an integer")
     if not 1 <= value_dim <= head_dim:

@@ -1,13 +1,15 @@
-"""How a call is differentiated: custom_vjp around the two operations, and their names for checkpoint policies.
+"""How a call is differentiated: custom_vjp around two operations, and what is kept between them.
 
-    E_i = exp(s_i - lse)      alpha = sigmoid(lse - sink)      Delta = dout . out      beta = dlse - alpha Delta
+    E_i = exp(s_i - lse)     alpha = sigmoid(lse - sink)
+    Delta = dout . out       beta = dlse - alpha Delta
     dS_i = E_i (alpha (dout . v_i) + beta)
     dq = scale sum_i dS_i kv_i
     dkv_j = scale sum dS_i q + [sum alpha E_i dout, 0]         over every slot i that names row j
     dsink = -sum sigmoid(sink - lse) Delta
 
-Operands come in the accumulation dtype, so that contributions of several batch elements or devices are added in it;
-they are cast down to the problem's dtype here, and each gradient is cast once, by the transpose of the caller's cast.
+Operands come in the accumulation dtype, so that parts of a gradient from several batch elements or
+devices are added in it; they are cast down to the problem's dtype here, and each gradient is cast
+once, by the transpose of the caller's cast.
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ from jax_dsa.problem import Facts
 OUT_NAME = "jax_dsa_out"
 LSE_NAME = "jax_dsa_lse"
 
-# Saves what the backward pass needs of the forward pass, so that the forward kernel is not run again.
+# Saves what the backward pass needs of the forward pass: the forward kernel is not run again.
 checkpoint_policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
 
 
@@ -36,7 +38,7 @@ class Call:
 
 
 def attention(call: Call, q, kv, indices, topk_length, sink):
-    """``out, lse`` of ``q [*B, S, H, D], kv [*B, T, D], indices [*B, S, K], topk_length [*B, S], sink [*1, H]``."""
+    """``out [*B, S, H, value_dim], lse [*B, S, H]`` of the operands of `validate.canonical`."""
     q, kv, sink = (operations.reverse_mode_only(x, call.implementation) for x in (q, kv, sink))
     return _attention(call, q, kv, indices, topk_length, sink)
 
@@ -47,7 +49,7 @@ def _attention(call: Call, q, kv, indices, topk_length, sink):
 
 
 def _forward(call: Call, q, kv, indices, topk_length, sink):
-    # The primal and the fwd rule share this function: names do not reach through a call of the primal.
+    # Shared with the primal rather than calling it: names do not reach through such a call.
     q, kv = q.astype(call.facts.dtype), kv.astype(call.facts.dtype)
     with jax.named_scope("jax_dsa/fwd"):
         out, lse = operations.forward(call, q, kv, indices, topk_length, sink)

@@ -1,34 +1,34 @@
-"""Sparse attention in blocked jnp: any device, no kernel, memory O(block K D) beyond inputs and outputs.
+"""Sparse attention in blocked jnp: any device, memory O(block K D) beyond inputs and outputs.
 
-Queries of all groups are rows of one list; a loop takes a block of them, gathers the block's keys and multiplies. The
-matrix products run in the input dtype with float32 accumulation, the backward pass recomputes E = exp(s - lse)
-(formulas: ``vjp.py``), and one block's dkv rows are added to the float32 accumulator by one scatter-add.
+Queries of all groups are rows of one list; a loop takes a block of them, gathers the block's keys
+and multiplies. Matrix products run in the input dtype with float32 accumulation. The backward pass
+recomputes E = exp(s - lse) (formulas: ``vjp.py``) and adds a block's dkv rows to the float32
+accumulator by one scatter-add.
 """
 
 import os
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_dsa.problem import Facts
 
 BLOCK_VARIABLE = "JAX_DSA_XLA_BLOCK"
-# Bytes of one block's gathered keys and of its float32 products: small enough for a CPU's cache, enough to fill a GPU.
-BLOCK_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+# Budget of one block's keys and products: small enough for a CPU's cache, enough to fill a GPU.
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}
 
 
 def block_queries(queries: int, heads: int, topk: int, head_dim: int, platform: str) -> int:
-    """Queries per block: as many as keep ``K (4 D + 8 H)`` bytes a query within the platform's budget.
+    """Queries per block: as many as keep ``K (4 D + 8 H)`` bytes a query within the budget.
 
-    The environment variable ``JAX_DSA_XLA_BLOCK`` overrides it; it is read when a program is lowered.
+    The environment variable ``JAX_DSA_XLA_BLOCK``, read when a program is lowered, overrides it.
     """
     override = os.environ.get(BLOCK_VARIABLE)
     if override is not None:
         if not override.isdigit() or int(override) < 1:
             raise ValueError(
-                f"{BLOCK_VARIABLE} must be a positive integer, got {override!r}: unset it for the default"
+                f"{BLOCK_VARIABLE}: got {override!r}, want a positive integer or unset"
             )
         return min(int(override), queries)
     bytes_each = topk * (4 * head_dim + 8 * heads)
@@ -37,7 +37,7 @@ def block_queries(queries: int, heads: int, topk: int, head_dim: int, platform: 
 
 
 class _Rows:
-    """The rows of one call in blocks. The last block starts early enough to be whole and repeats some rows."""
+    """The rows of a call in blocks; the last starts early enough to be whole and repeats rows."""
 
     def __init__(self, facts: Facts, platform: str, q, kv, indices, topk_length):
         self.groups, self.queries, self.heads, self.head_dim = q.shape
@@ -67,7 +67,7 @@ class _Rows:
         return (self.start(i) + jnp.arange(self.block)) // self.queries  # [B]
 
     def slots(self, i):
-        """``valid [B, K]`` and ``row [B, K]``: rows of the flat kv, one past its end where the slot is invalid."""
+        """``valid [B, K]`` and ``row [B, K]`` of the flat kv, one past its end where invalid."""
         index = self.take(self.indices, i)
         length = self.take(self.topk_length, i)[:, None]
         valid = (jnp.arange(self.topk) < length) & (index >= 0) & (index < self.keys)
@@ -79,37 +79,51 @@ class _Rows:
         return row < self.end, row
 
     def gather(self, row):
-        """``[B, K, D]``, zeros where the slot is invalid: what stands in such a row of kv reaches nothing."""
+        """``[B, K, D]``, zeros where invalid: what stands in such a row of kv reaches nothing."""
         return self.kv.at[row].get(mode="fill", fill_value=0)
 
     def logits(self, q, kv_rows, valid):
-        s = _dot("bhd,bkd->bhk", q, kv_rows, self.facts) * self.facts.scale
-        return jnp.where(valid[:, None, :], s, -jnp.inf)  # [B, H, K]
+        s = _dot("bkd,bhd->bkh", kv_rows, q, self.facts) * self.facts.scale
+        return jnp.where(valid[..., None], s, -jnp.inf)  # [B, K, H]
 
 
 def _dot(equation: str, a, b, facts: Facts):
     """A product of operands in the problem's dtype, accumulated in float32 (float64)."""
     a, b = a.astype(facts.dtype), b.astype(facts.dtype)
     precision = lax.Precision.HIGHEST if a.dtype.itemsize > 2 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=facts.accum_dtype)
+    accum = facts.accum_dtype
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=accum)
 
 
 def forward(facts: Facts, platform: str, q, kv, indices, topk_length, sink):
-    """``q [G, S, H, D], kv [G, T, D], indices [G, S, K], topk_length [G, S], sink [G, H] -> out, lse``."""
+    """Sparse attention of every group.
+
+    Args:
+        facts: facts of the call.
+        platform: the one that is lowered for; chooses the block.
+        q: ``[G, S, H, D]``.
+        kv: ``[G, T, D]``.
+        indices: ``[G, S, K]``.
+        topk_length: ``[G, S]``.
+        sink: ``[G, H]``.
+
+    Returns:
+        out ``[G, S, H, value_dim]`` in ``facts.dtype`` and lse ``[G, S, H]``.
+    """
     rows = _Rows(facts, platform, q, kv, indices, topk_length)
 
     def body(i, carry):
         out, lse = carry
         valid, row = rows.slots(i)
         kv_rows = rows.gather(row)  # [B, K, D]
-        s = rows.logits(rows.take(rows.q, i), kv_rows, valid)  # [B, H, K]
-        some = valid.any(-1)[:, None]  # [B, 1]: the query has a valid slot
-        top = jnp.where(some, s.max(-1), 0)  # [B, H]
-        weight = jnp.exp(s - top[..., None])
-        total = jnp.where(some, weight.sum(-1), 1)
+        s = rows.logits(rows.take(rows.q, i), kv_rows, valid)  # [B, K, H]
+        some = valid.any(1)[:, None]  # [B, 1]: the query has a valid slot
+        top = jnp.where(some, s.max(1), 0)  # [B, H]
+        weight = jnp.exp(s - top[:, None])
+        total = jnp.where(some, weight.sum(1), 1)
         lse_block = jnp.where(some, top + jnp.log(total), -jnp.inf)
         alpha = jnp.where(some, jax.nn.sigmoid(lse_block - sink[rows.group(i)]), 0)
-        o = _dot("bhk,bkv->bhv", weight, kv_rows[..., : facts.value_dim], facts)
+        o = _dot("bkh,bkv->bhv", weight, kv_rows[..., : facts.value_dim], facts)
         return rows.put(out, o * (alpha / total)[..., None], i), rows.put(lse, lse_block, i)
 
     out = jnp.zeros((rows.rows, rows.heads, facts.value_dim), facts.dtype)
@@ -119,33 +133,32 @@ def forward(facts: Facts, platform: str, q, kv, indices, topk_length, sink):
 
 
 def backward(facts: Facts, platform: str, q, kv, indices, topk_length, lse, alpha, beta, dout):
-    """``q [G, S, H, D], kv [G, T, D], lse, alpha, beta [G, S, H], dout [G, S, H, V] -> dq, dkv`` (dkv in float32)."""
+    """Gradients of `forward`; ``lse, alpha, beta [G, S, H]``, ``dout [G, S, H, value_dim]``.
+
+    Returns:
+        dq ``[G, S, H, D]`` in ``facts.dtype`` and dkv ``[G, T, D]`` in the accumulation dtype.
+    """
     rows = _Rows(facts, platform, q, kv, indices, topk_length)
     lse, alpha, beta, dout = (rows.flat(x) for x in (lse, alpha, beta, dout))
     pad = [(0, 0), (0, 0), (0, rows.head_dim - facts.value_dim)]
+    add = _add_rows_in_order if facts.deterministic else _add_rows
 
     def body(i, carry):
         dq, dkv = carry
         valid, row = rows.slots(i)
         kv_rows, q_block, do = rows.gather(row), rows.take(rows.q, i), rows.take(dout, i)
-        lse_b, alpha_b, beta_b = (
-            rows.take(x, i)[..., None] for x in (lse, alpha, beta)
-        )  # [B, H, 1]
-        s = rows.logits(q_block, kv_rows, valid)  # [B, H, K]
-        e = jnp.where(valid[:, None, :], jnp.exp(s - lse_b), 0)
-        dp = _dot("bhv,bkv->bhk", do, kv_rows[..., : facts.value_dim], facts)
-        p = e * alpha_b
-        ds = jnp.where(valid[:, None, :], e * (alpha_b * dp + beta_b), 0)
-        dq_block = _scaled_dot("bhk,bkd->bhd", ds, kv_rows, facts, axes=(-1,)) * facts.scale
-        # One product for both terms of dkv: [dS; P]^T [scale q; (dout, 0)].
-        left = jnp.concatenate([ds * facts.scale, p], 1)  # [B, 2H, K]
+        lse_b, alpha_b, beta_b = (rows.take(x, i)[:, None] for x in (lse, alpha, beta))  # [B, 1, H]
+        s = rows.logits(q_block, kv_rows, valid)  # [B, K, H]
+        e = jnp.where(valid[..., None], jnp.exp(s - lse_b), 0)
+        dp = _dot("bkv,bhv->bkh", kv_rows[..., : facts.value_dim], do, facts)
+        ds = jnp.where(valid[..., None], e * (alpha_b * dp + beta_b), 0) * facts.scale
+        dq_block = _scaled_dot("bkh,bkd->bhd", ds, kv_rows, facts, per_head=True)
+        # Both terms of dkv in one product: [dS, P] [scale q; (dout, 0)].
+        left = jnp.concatenate([ds, e * alpha_b], 2)  # [B, K, 2H]
         right = jnp.concatenate([q_block, jnp.pad(do, pad)], 1)  # [B, 2H, D]
-        dkv_rows = _scaled_dot("bhk,bhd->bkd", left, right, facts, axes=(-2, -1))
-        fresh = (
-            rows.start(i) + jnp.arange(rows.block) >= i * rows.block
-        )  # [B]: not done by the block before
+        dkv_rows = _scaled_dot("bkh,bhd->bkd", left, right, facts, per_head=False)
+        fresh = rows.start(i) + jnp.arange(rows.block) >= i * rows.block  # [B]: not done before
         row = jnp.where(fresh[:, None], row, rows.end)
-        add = _add_rows_in_order if facts.deterministic else _add_rows
         return rows.put(dq, dq_block, i), add(dkv, row, dkv_rows)
 
     dq = jnp.zeros_like(rows.q)
@@ -154,26 +167,32 @@ def backward(facts: Facts, platform: str, q, kv, indices, topk_length, lse, alph
     return dq.reshape(q.shape), dkv.reshape(kv.shape)
 
 
-def _scaled_dot(equation: str, a, b, facts: Facts, axes):
-    """A product whose left operand may exceed float16's range: scaled by a power of two over ``axes``, undone after."""
+def _scaled_dot(equation: str, a, b, facts: Facts, *, per_head: bool):
+    """A product whose left operand ``[B, K, H]`` may leave float16's range on either side.
+
+    It is scaled by a power of two per query (and head, where heads are not summed over), which is
+    undone in float32.
+    """
     if facts.dtype != "float16":
         return _dot(equation, a, b, facts)
-    peak = jnp.max(jnp.abs(a), axes, keepdims=True)
+    peak = jnp.max(jnp.abs(a), 1 if per_head else (1, 2), keepdims=True)  # [B, 1, H] or [B, 1, 1]
     exponent = jnp.where(jnp.isfinite(peak) & (peak > 0), jnp.frexp(peak)[1], 0)
     product = _dot(equation, jnp.ldexp(a, 14 - exponent), b, facts)
-    return jnp.ldexp(product, exponent - 14)
+    undo = jnp.swapaxes(exponent, 1, 2) if per_head else exponent
+    return jnp.ldexp(product, undo - 14)
 
 
 def _add_rows(dkv, row, updates):
-    """``dkv[row] += updates`` for ``row [B, K], updates [B, K, D]``; rows past the end are dropped."""
+    """``dkv[row] += updates``; ``row [B, K], updates [B, K, D]``; rows past the end are dropped."""
     return dkv.at[row].add(updates, mode="drop")
 
 
 def _add_rows_in_order(dkv, row, updates):
-    """The same bit for bit in every run, for ``row`` sorted along K: a query after the other, no row twice in one add.
+    """The same bit for bit in every run, one query after the other; ``row`` sorted along K.
 
-    Slots of one query that name the same row have equal updates (equal keys, equal logits), so the first of them brings
-    the update times their number and the others are dropped. What is left is unique and needs no atomic adds.
+    Slots of one query that name the same row have equal updates (equal keys, equal logits): the
+    first brings the update times their number, the others are dropped. What is left is unique and
+    needs no atomic adds.
     """
     slot = jnp.arange(row.shape[1])
     first = jnp.concatenate([jnp.ones_like(row[:, :1], bool), row[:, 1:] != row[:, :-1]], 1)
