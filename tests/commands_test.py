@@ -1,0 +1,104 @@
+"""The command lines: what doctor says, what bench measures."""
+
+import contextlib
+import io
+import json
+import pathlib
+import re
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from jax_dsa import bench, dispatch, doctor
+
+
+def run(main, *argv: str) -> tuple[int, str]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(list(argv))
+    return code, printed.getvalue()
+
+
+class DoctorTest(parameterized.TestCase):
+    def test_says_what_runs_and_why_not_the_others(self):
+        code, text = run(doctor.main, "--heads", "16", "--head-dim", "576", "--topk", "64")
+        self.assertEqual(code, 0)
+        self.assertRegex(text, r"jax_dsa \d")
+        self.assertIn("cpu:0", text)
+        self.assertRegex(text, r"bridge: absent: .*no compiled kernels")
+        self.assertRegex(text, r"cubins: absent: .*no compiled kernels")
+        self.assertIn("H=16 D=576 value_dim=512 K=64 bfloat16", text)
+        self.assertRegex(text, r"xla +runs")
+        self.assertRegex(text, r"cutedsl +no: ")
+
+    def test_json_is_the_report(self):
+        code, text = run(doctor.main, "--dtype", "float32", "--json")
+        found = json.loads(text)
+        self.assertEqual((code, found["chosen"]), (0, "xla"))
+        self.assertEqual(set(found["reasons"]), set(dispatch.NAMES))
+        self.assertIsNone(found["reasons"]["xla"])
+        self.assertIn("float32", found["problem"])
+
+    def test_a_missing_package_names_its_extra(self):
+        with absltest.mock.patch.object(doctor, "_version", return_value=None):
+            _, text = run(doctor.main)
+        self.assertIn("optax absent: pip install 'jax_dsa[examples]'", text)
+
+    def test_without_a_backend_nothing_is_usable(self):
+        failure = RuntimeError("no such platform")
+        with absltest.mock.patch.object(doctor.jax, "local_devices", side_effect=failure):
+            code, text = run(doctor.main)
+        self.assertEqual(code, 1)
+        self.assertIn("no such platform", text)
+
+    def test_a_problem_that_nothing_serves(self):
+        with absltest.mock.patch.object(dispatch, "unusable", return_value="out of order"):
+            code, text = run(doctor.main)
+        self.assertEqual(code, 1)
+        self.assertRegex(text, "xla +no: out of order")
+
+    def test_a_problem_that_does_not_exist_is_a_usage_error(self):
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit) as exit_:
+            doctor.main(["--head-dim", "64", "--value-dim", "65"])
+        self.assertEqual(exit_.exception.code, 2)
+        self.assertIn("value_dim: got 65", errors.getvalue())
+
+
+class BenchTest(parameterized.TestCase):
+    def test_measures_side_by_side(self):
+        folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        names = ["naive", "naive_map", "xla", "reference"]
+        code, text = run(
+            bench.main,
+            *("--shape", "tiny", "--dtype", "float32", "--rounds", "2"),
+            *("--implementations", *names),
+            *("--json", str(folder / "b.json"), "--plot", str(folder / "b.png")),
+        )
+        self.assertEqual(code, 0)
+        results = json.loads((folder / "b.json").read_text())["results"]
+        rows = results[0]["rows"]
+        self.assertEqual([r["name"] for r in rows], names * 2)
+        for row in rows:
+            self.assertLessEqual(row["low_ms"], row["ms"])
+            self.assertLessEqual(row["ms"], row["high_ms"])
+        self.assertLen(re.findall(r"^\| tiny ", text, re.MULTILINE), 8)
+        self.assertEqual((folder / "b.png").read_bytes()[1:4], b"PNG")
+
+    def test_what_cannot_run_is_reported_and_fails(self):
+        code, text = run(bench.main, "--shape", "tiny", "--implementations", "xla", "cutedsl")
+        self.assertEqual(code, 1)
+        self.assertRegex(text, r"cutedsl \| NotImplementedError")
+
+    @parameterized.parameters("naive", "naive_map", "xla")
+    def test_all_that_is_timed_computes_the_same(self, name):
+        shape = bench.SHAPES["tiny"]
+        args = bench.operands(shape, "float32")
+        got = bench.gradient(bench.attention(name, shape.value_dim))(*args)
+        want = bench.gradient(bench.attention("reference", shape.value_dim))(*args)
+        for a, b in zip(got, want, strict=True):
+            self.assertLess(abs(a - b).max(), 1e-4 * abs(b).max())
+
+
+if __name__ == "__main__":
+    absltest.main()
