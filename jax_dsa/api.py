@@ -80,6 +80,7 @@ def sparse_attention(
         value_dim=value_dim,
         deterministic=deterministic,
     )
+    validate.flag("return_lse", return_lse)
     name = dispatch.choose(problem, implementation)
     operands = validate.canonical(problem, q, kv, indices, topk_length, attn_sink)
     rule, accum = operations.FORWARD, problem.facts.accum_dtype
@@ -155,15 +156,23 @@ def merge_partials(outs, lses, attn_sink=None) -> tuple[jax.Array, jax.Array]:
     some = lse_parts.max(0) != -jnp.inf
     top = jax.lax.stop_gradient(jnp.where(some, lse_parts.max(0), 0))
     weights = jnp.where(
-        lse_parts == -jnp.inf, 0, jnp.exp(jnp.where(lse_parts == -jnp.inf, 0, lse_parts - top))
+        lse_parts == -jnp.inf,
+        0,
+        jnp.exp(jnp.where(lse_parts == -jnp.inf, 0, lse_parts - top[None])),
     )
     total = jnp.where(some, weights.sum(0), 1)
     lse = jnp.where(some, top + jnp.log(total), -jnp.inf)
     share = 1 / total
     if attn_sink is not None:
-        share *= jax.nn.sigmoid(jnp.where(some, lse, 0) - jnp.asarray(attn_sink).astype(accum))
+        validate.sink(attn_sink, lse.shape[-1])
+        sink = jnp.asarray(attn_sink).astype(accum)
+        sink = sink.reshape((1,) * (lse.ndim - 1) + sink.shape)
+        share *= jax.nn.sigmoid(jnp.where(some, lse, 0) - sink)
     out = jnp.einsum(
-        "n...h,n...hv->...hv", weights * share, jnp.stack(outs).astype(accum), precision="highest"
+        "n...h,n...hv->...hv",
+        weights * share[None],
+        jnp.stack(outs).astype(accum),
+        precision="highest",
     )
     return out.astype(outs[0].dtype), lse
 

@@ -2,15 +2,18 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from absl import logging
 
+from jax_dsa import xla
 from jax_dsa.problem import Problem
 
 NAMES = ("reference", "xla", "cutedsl")
+# What runs the two operations; "reference" needs none: JAX differentiates it.
+_MODULES = {"xla": xla}
 # What None tries, in this order.
 DEFAULT_ORDER = ("cutedsl", "xla")
 
@@ -42,9 +45,7 @@ def unusable(name: str, problem: Problem) -> str | None:
             return "JAX's derivative of a gather adds in no fixed order on a GPU; use 'xla'"
         return None
     if name == "xla":
-        if problem.groups * problem.keys + problem.topk >= 2**31:
-            return f"{problem.groups} x {problem.keys} rows of kv exceed int32 row numbers"
-        return None
+        return xla.unusable(problem.groups, problem.keys, problem.topk)
     return "this version of jax_dsa has no compiled kernels; use 'xla'"
 
 
@@ -58,7 +59,10 @@ def choose(problem: Problem, asked: str | Sequence[str] | None) -> str:
     """
     if asked is None:
         return _default(problem)
-    names = (asked,) if isinstance(asked, str) else tuple(asked)
+    names = (asked,) if isinstance(asked, str) else asked
+    if not isinstance(names, Sequence):
+        kind = type(asked).__name__
+        raise TypeError(f"implementation: got {kind}, want a name, a sequence of names, or None")
     for name in names:
         if name not in NAMES:
             raise ValueError(
@@ -111,7 +115,7 @@ def _warn_slow(reason: str) -> None:
     )
 
 
-def _gpus() -> list[jax.Device]:
+def _gpus() -> list[Any]:
     try:
         return [d for d in jax.local_devices() if d.platform == "gpu"]
     except RuntimeError:
@@ -120,4 +124,4 @@ def _gpus() -> list[jax.Device]:
 
 def implementation(name: str, operation: str) -> Callable:
     """The function that runs ``forward`` or ``backward`` on one device's operands."""
-    return getattr(importlib.import_module(f"jax_dsa.{name}"), operation)
+    return getattr(_MODULES[name], operation)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jax_dsa
 from jax_dsa import dispatch, validate
 
 # Optional packages: distribution -> the extra of jax_dsa that installs it.
@@ -28,7 +29,7 @@ OPTIONAL = {
     "tqdm": "examples",
     "flatbuffers": "export",
 }
-REQUIRED = ("jax_dsa", "jax", "jaxlib", "numpy", "absl-py")
+REQUIRED = ("jax", "jaxlib", "numpy", "absl-py")
 ABSENT = "absent: this version of jax_dsa has no compiled kernels"
 
 
@@ -50,7 +51,7 @@ def report(heads: int, head_dim: int, topk: int, dtype: str, value_dim: int | No
     devices = _devices()
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in REQUIRED},
+        "packages": {"jax_dsa": jax_dsa.__version__} | {name: _version(name) for name in REQUIRED},
         "optional": {
             name: _version(name) or f"absent: pip install 'jax_dsa[{extra}]'"
             for name, extra in OPTIONAL.items()

@@ -33,16 +33,14 @@ MIN_ROWS = 8
 PRODUCT_BYTES = 32 << 20
 MIN_HEADS = 8
 
-# The dimensions behind the batch axes. T of small integer operands is u: they have no gradient, so
-# that a reshard gathers them.
+# The dimensions behind the batch axes.
 _DIMS = {
     "q_index": "sjd", "k_index": "td", "weights": "sj",
-    "query_positions": "s", "key_positions": "u", "query_segment_ids": "s", "key_segment_ids": "u",
+    "query_positions": "s", "key_positions": "t", "query_segment_ids": "s", "key_segment_ids": "t",
     "indices": "sk", "topk_length": "s",
     "q": "shd", "kv": "td", "lse": "sh", "attn_sink": "h",
 }  # fmt: skip
 _MAIN = ("q", "kv", "lse", "attn_sink")
-_PADDING = {"query_positions": np.iinfo(np.int32).min, "indices": -1}  # queries without keys
 _TARGET = "jax_dsa_indexer_target"
 
 
@@ -497,13 +495,13 @@ def _map_blocks(fn, rows, axis: int, budgets: float, differentiated=()):
     count = block_count(size, budgets)
     length = -(-size // count)
 
-    def split(name, x):  # [*B, S, ...] -> [*B, length, count, ...]
+    def split(x):  # [*B, S, ...] -> [*B, length, count, ...]; padded queries are 0: no gradient
         pad = [(0, 0)] * x.ndim
         pad[axis] = (0, length * count - size)
-        x = jnp.pad(x, pad, constant_values=_PADDING.get(name, 0))
+        x = jnp.pad(x, pad)
         return x.reshape(*x.shape[:axis], length, count, *x.shape[axis + 1 :])
 
-    rows = {n: split(n, x) for n, x in rows.items()}
+    rows = {n: split(x) for n, x in rows.items()}
     sliced = {n: jnp.moveaxis(rows.pop(n), axis + 1, 0) for n in differentiated}
     types = {n: x.dtype for n, x in rows.items()}
     # As bits: else XLA casts all of the operand before the loop, where a CPU multiplies in float32.
@@ -537,7 +535,7 @@ def _gather(x, row):
 def _distribute(fn, operands, results: tuple[str, ...], accum, head_axes=None):
     """``fn(head_axes, **operands)`` on every device's own part, in all modes of ``sharding``."""
     names, arrays = tuple(operands), list(operands.values())
-    rule = sharding.Rule(tuple(_DIMS[n] for n in names), results, sharded="sh", gathered="t")
+    rule = sharding.Rule(tuple(_DIMS[n] for n in names), results, sharded="sh")
     if sharding.explicit_mesh(*map(jax.typeof, arrays)) is None:
         # Devices that split the main heads all run the same indexer: the two vary apart.
         for side in (_MAIN, [n for n in names if n not in _MAIN]):

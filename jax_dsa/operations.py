@@ -90,7 +90,9 @@ def _define(name: str, rule: sharding.Rule, results, on_one_device: bool) -> Pri
     def lower(ctx, *operands, call):
         fn = functools.partial(_local, name, rule, call, ctx.module_context.platforms[0])
         types = ctx.avals_in, ctx.avals_out
-        if on_one_device or _devices(ctx.module_context.axis_context) == 1:
+        if 0 in ctx.avals_out[0].shape:  # only vmap over nothing comes here with nothing to do
+            fn = functools.partial(_nothing, ctx.avals_out)
+        elif on_one_device or _devices(ctx.module_context.axis_context) == 1:
             # The types of meshes would only get in the way of the implementations' loops.
             ctx = ctx.replace(avals_in=[ShapedArray(t.shape, t.dtype) for t in ctx.avals_in])
         elif sharding.explicit_mesh(*ctx.avals_in) is not None:
@@ -112,6 +114,10 @@ def _define(name: str, rule: sharding.Rule, results, on_one_device: bool) -> Pri
     mlir.register_lowering(primitive, lower)
     ad.primitive_jvps[primitive] = jvp
     return primitive
+
+
+def _nothing(types, *_):
+    return [jnp.zeros(t.shape, t.dtype) for t in types]
 
 
 def _devices(axis_context) -> int:
@@ -174,11 +180,15 @@ def _mark_jvp(implementation, primals, tangents):
     return primals[0], _tangent_p.bind(tangents[0], implementation=implementation)
 
 
-def _refuse_forward_mode(*_, implementation):
-    raise NotImplementedError(
+def no_forward_mode(implementation: str) -> NotImplementedError:
+    return NotImplementedError(
         f"implementation={implementation!r} has no forward-mode derivative (jvp, jacfwd): use "
         "implementation='reference', or reverse mode (grad, vjp)"
     )
+
+
+def _refuse_forward_mode(*_, implementation):
+    raise no_forward_mode(implementation)
 
 
 def _batch_tangent(operands, dims, *, implementation):

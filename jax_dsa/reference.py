@@ -22,7 +22,7 @@ def attention(facts: Facts, q, kv, indices, topk_length, sink):
         ``out [*B, S, H, value_dim]`` in ``facts.dtype`` and ``lse [*B, S, H]``.
     """
     q, kv, sink = (x.astype(facts.accum_dtype) for x in (q, kv, sink))
-    slot = jnp.arange(indices.shape[-1])
+    slot = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
     valid = (slot < topk_length[..., None]) & (indices >= 0) & (indices < kv.shape[-2])
     kv_rows = _rows(kv, jnp.where(valid, indices, 0))  # [*B, S, K, D]
     kv_rows = jnp.where(valid[..., None], kv_rows, 0)

@@ -223,7 +223,7 @@ def _name(d) -> str:
 # ------------------------------------------------------------------------------ Explicit meshes
 
 
-def explicit_mesh(*arrays):
+def explicit_mesh(*arrays) -> Any:
     """The mesh in the types of the arrays if any of its axes is Explicit, else None."""
     for x in arrays:
         mesh = x.sharding.mesh if hasattr(x, "sharding") else None
@@ -283,7 +283,7 @@ def result_types(rule: Rule, operands: Sequence, results: Sequence) -> list:
 
 def on_explicit(fn: Callable, rule: Rule, operands: Sequence, results: Sequence) -> Callable:
     """``fn`` in a shard_map whose splits follow from the types of operands and results."""
-    mesh = explicit_mesh(*operands)
+    mesh = operands[0].sharding.mesh
     where = explicit_plan(rule, operands)
     mapped = _shard_map(functools.partial(_on_device, fn, where, True), mesh, where, False)
 
@@ -411,14 +411,17 @@ def distribute(
     return _shard_map(body, mesh, where, True)(*arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(x: jax.Array, axis_name, accum) -> jax.Array:
     """All-gather along axis -2, then cast to ``accum``; backward reduce-scatter, then cast."""
+    return _gather(x, axis_name, accum)
+
+
+def _gather_primal(x, axis_name, accum):
     return lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True).astype(accum)
 
 
 def _gather_fwd(x, axis_name, accum):
-    return gather(x, axis_name, accum), jnp.zeros((0,), x.dtype)
+    return _gather_primal(x, axis_name, accum), jnp.zeros((0,), x.dtype)
 
 
 def _gather_bwd(axis_name, accum, like, g):
@@ -426,7 +429,8 @@ def _gather_bwd(axis_name, accum, like, g):
     return (part.astype(like.dtype),)
 
 
-gather.defvjp(_gather_fwd, _gather_bwd)
+_gather: Any = jax.custom_vjp(_gather_primal, nondiff_argnums=(1, 2))
+_gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 # ------------------------------------------------------------------------------ PartitionSpecs

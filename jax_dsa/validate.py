@@ -50,12 +50,10 @@ def problem(
         _check_int32("topk_length", topk_length)
         _check_shape("topk_length", topk_length, (*batch, queries), "[..., S]", q)
     if attn_sink is not None:
-        _check_real("attn_sink", attn_sink)
-        _check_shape("attn_sink", attn_sink, (heads,), "[H]", q)
+        sink(attn_sink, heads)
     if head_dim == 0:
         raise ValueError(f"q: got shape {_shape(q)}, want a last dimension (D) of at least 1")
-    if not isinstance(deterministic, bool | np.bool_):
-        raise TypeError(f"deterministic: got {deterministic!r}, want True or False")
+    flag("deterministic", deterministic)
     facts = Facts(
         str(dtype), _scale(scale, head_dim), _value_dim(value_dim, head_dim), bool(deterministic)
     )
@@ -74,9 +72,21 @@ def canonical(p: Problem, q, kv, indices, topk_length, attn_sink) -> tuple[jax.A
         topk_length = jnp.full((*p.batch, p.queries), p.topk, jnp.int32)
     if attn_sink is None:
         attn_sink = jnp.full((p.heads,), -jnp.inf, p.facts.accum_dtype)
-    sink = jnp.asarray(attn_sink).astype(p.facts.accum_dtype)
-    sink = sink.reshape((1,) * len(p.batch) + (p.heads,))
-    return jnp.asarray(q), jnp.asarray(kv), jnp.asarray(indices), jnp.asarray(topk_length), sink
+    logit = jnp.asarray(attn_sink).astype(p.facts.accum_dtype)
+    logit = logit.reshape((1,) * len(p.batch) + (p.heads,))
+    return jnp.asarray(q), jnp.asarray(kv), jnp.asarray(indices), jnp.asarray(topk_length), logit
+
+
+def flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}: got {value!r}, want True or False")
+
+
+def sink(attn_sink: Any, heads: int) -> None:
+    """Checks a sink: real floating ``[H]``."""
+    _check_real("attn_sink", attn_sink)
+    if _shape(attn_sink) != (heads,):
+        raise ValueError(f"attn_sink: got shape {_shape(attn_sink)}, want [H] = {(heads,)}")
 
 
 def _shape(x) -> tuple[int, ...]:
@@ -117,7 +127,7 @@ def _check_shape(name: str, x: Any, want: tuple[int, ...], dims: str, q: Any) ->
 def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5
-    if isinstance(scale, jax.core.Tracer | jax.Array):
+    if isinstance(scale, jax.Array):
         raise TypeError(
             "scale: got a JAX array, want a Python or NumPy number: multiply q by it instead"
         )
@@ -127,7 +137,11 @@ def _scale(scale: Any, head_dim: int) -> float:
         scale, bool | np.bool_
     ):
         raise TypeError(f"scale: got {type(scale).__name__}, want a Python or NumPy real number")
-    if not (math.isfinite(number := float(scale)) and number > 0):
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and number > 0):
         raise ValueError(f"scale: got {scale}, want a finite number > 0; the default is D ** -0.5")
     return number
 
@@ -135,7 +149,7 @@ def _scale(scale: Any, head_dim: int) -> float:
 def _value_dim(value_dim: Any, head_dim: int) -> int:
     if value_dim is None:
         return 512 if head_dim == 576 else head_dim
-    if isinstance(value_dim, jax.core.Tracer | jax.Array):
+    if isinstance(value_dim, jax.Array):
         raise TypeError("value_dim: got a JAX array, want a Python or NumPy integer: it is a shape")
     if not isinstance(value_dim, int | np.integer) or isinstance(value_dim, bool):
         raise TypeError(f"value_dim: got {value_dim!r}, want an integer")

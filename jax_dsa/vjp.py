@@ -13,7 +13,7 @@ once, by the transpose of the caller's cast.
 """
 
 import dataclasses
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +37,18 @@ class Call:
     implementation: str
 
 
-def attention(call: Call, q, kv, indices, topk_length, sink):
+def attention(call: Call, q, kv, indices, topk_length, sink) -> tuple[jax.Array, jax.Array]:
     """``out [*B, S, H, value_dim], lse [*B, S, H]`` of the operands of `validate.canonical`."""
     q, kv, sink = (operations.reverse_mode_only(x, call.implementation) for x in (q, kv, sink))
-    return _attention(call, q, kv, indices, topk_length, sink)
+    try:
+        return _attention(call, q, kv, indices, topk_length, sink)
+    except TypeError as error:  # raised here where a jvp is batched before it is executed
+        if "custom_vjp" not in str(error):
+            raise
+        raise operations.no_forward_mode(call.implementation) from error
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: Call, q, kv, indices, topk_length, sink):
+def _primal(call: Call, q, kv, indices, topk_length, sink):
     return _forward(call, q, kv, indices, topk_length, sink)[0]
 
 
@@ -75,4 +79,5 @@ def _backward(call: Call, residuals, cotangents):
     return dq.astype(accum), dkv, None, None, dsink
 
 
+_attention: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _attention.defvjp(_forward, _backward)

@@ -36,6 +36,13 @@ def block_queries(queries: int, heads: int, topk: int, head_dim: int, platform: 
     return max(1, min(queries, budget // bytes_each))
 
 
+def unusable(groups: int, keys: int, topk: int) -> str | None:
+    """Why a problem of these sizes cannot be served, or None."""
+    if groups * keys + topk >= 2**31:
+        return f"{groups} x {keys} rows of kv exceed the int32 numbers of rows"
+    return None
+
+
 class _Rows:
     """The rows of a call in blocks; the last starts early enough to be whole and repeats rows."""
 
@@ -44,6 +51,8 @@ class _Rows:
         self.rows = self.groups * self.queries
         self.topk, self.keys = indices.shape[-1], kv.shape[1]
         self.end = self.groups * self.keys
+        if reason := unusable(self.groups, self.keys, self.topk):  # vmap may have added groups
+            raise NotImplementedError(f"implementation='xla' cannot serve this call: {reason}")
         self.facts = facts
         self.block = block_queries(self.rows, self.heads, self.topk, self.head_dim, platform)
         self.count = -(-self.rows // self.block)
@@ -70,7 +79,8 @@ class _Rows:
         """``valid [B, K]`` and ``row [B, K]`` of the flat kv, one past its end where invalid."""
         index = self.take(self.indices, i)
         length = self.take(self.topk_length, i)[:, None]
-        valid = (jnp.arange(self.topk) < length) & (index >= 0) & (index < self.keys)
+        slot = lax.broadcasted_iota(jnp.int32, index.shape, 1)
+        valid = (slot < length) & (index >= 0) & (index < self.keys)
         row = jnp.where(valid, index + self.group(i)[:, None] * self.keys, self.end)
         if self.facts.deterministic:
             row = jnp.sort(
@@ -194,7 +204,7 @@ def _add_rows_in_order(dkv, row, updates):
     first brings the update times their number, the others are dropped. What is left is unique and
     needs no atomic adds.
     """
-    slot = jnp.arange(row.shape[1])
+    slot = lax.broadcasted_iota(jnp.int32, row.shape, 1)
     first = jnp.concatenate([jnp.ones_like(row[:, :1], bool), row[:, 1:] != row[:, :-1]], 1)
     start = jnp.where(first, slot, row.shape[1])
     following = lax.cummin(
