@@ -85,7 +85,12 @@ def plan(rule: Rule, shapes: Sequence, asked: Sequence[Spec], sizes: Mapping[str
     rows = rule.rows(len(shapes[0]) - len(rule.operands[0]))
     kept = _choose(rule, rows, shapes, asked, sizes)
     specs = [_split(row, shape, kept) for row, shape in zip(rows, shapes, strict=True)]
-    gathers = [_gathers(rule, *each) for each in zip(rows[:count], specs, asked, strict=False)]
+    used = {a for axes in kept.values() for a in axes}
+    gathers = [
+        # Over an axis that splits nothing else the array is resharded before.
+        {i: axes for i, axes in _gathers(rule, *each).items() if set(axes) <= used}
+        for each in zip(rows[:count], specs, asked, strict=False)
+    ]
     sums = {}
     for result, operand in rule.gradients:
         over = _over(rule, kept, rule.operands[operand])

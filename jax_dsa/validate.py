@@ -31,10 +31,10 @@ def problem(
         TypeError: a wrong dtype or kind of argument.
         ValueError: a wrong rank, shape or value.
     """
-    dtype = _check_float("q", q)
-    if _check_float("kv", kv) != dtype:
+    dtype = check_float("q", q)
+    if check_float("kv", kv) != dtype:
         raise TypeError(f"kv: got dtype {kv.dtype}, want q's dtype {dtype}; cast one of the two")
-    _check_int32("indices", indices)
+    check_int32("indices", indices)
     for name, x, ndim, dims in (
         ("q", q, 3, "S, H, D"),
         ("kv", kv, 2, "T, D"),
@@ -47,7 +47,7 @@ def problem(
     _check_shape("kv", kv, (*batch, keys, head_dim), "[..., T, D]", q)
     _check_shape("indices", indices, (*batch, queries, topk), "[..., S, K]", q)
     if topk_length is not None:
-        _check_int32("topk_length", topk_length)
+        check_int32("topk_length", topk_length)
         _check_shape("topk_length", topk_length, (*batch, queries), "[..., S]", q)
     if attn_sink is not None:
         sink(attn_sink, heads)
@@ -84,7 +84,7 @@ def flag(name: str, value: Any) -> None:
 
 def sink(attn_sink: Any, heads: int) -> None:
     """Checks a sink: real floating ``[H]``."""
-    _check_real("attn_sink", attn_sink)
+    check_real("attn_sink", attn_sink)
     if _shape(attn_sink) != (heads,):
         raise ValueError(f"attn_sink: got shape {_shape(attn_sink)}, want [H] = {(heads,)}")
 
@@ -99,19 +99,19 @@ def _dtype(name: str, x: Any) -> np.dtype:
     return np.dtype(x.dtype)
 
 
-def _check_float(name: str, x: Any) -> np.dtype:
+def check_float(name: str, x: Any) -> np.dtype:
     dtype = _dtype(name, x)
     if dtype not in float_dtypes():
         raise TypeError(f"{name}: got dtype {dtype}, want bfloat16, float16, float32 or float64")
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
-def _check_real(name: str, x: Any) -> None:
+def check_real(name: str, x: Any) -> None:
     if not jnp.issubdtype(_dtype(name, x), jnp.floating):
         raise TypeError(f"{name}: got dtype {x.dtype}, want a real floating dtype")
 
 
-def _check_int32(name: str, x: Any) -> None:
+def check_int32(name: str, x: Any) -> None:
     # Before JAX canonicalises: an int64 array would silently become int32, large values wrapped.
     if _dtype(name, x) != np.int32:
         raise TypeError(f"{name}: got dtype {x.dtype}, want int32; cast it with .astype('int32')")

@@ -10,6 +10,7 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_dsa.problem import Facts
@@ -56,12 +57,21 @@ class _Rows:
         self.facts = facts
         self.block = block_queries(self.rows, self.heads, self.topk, self.head_dim, platform)
         self.count = -(-self.rows // self.block)
-        self.q, self.kv = self.flat(q), kv.reshape(-1, self.head_dim)
+        # A CPU multiplies 16-bit floats as float32, and XLA would cast all of an operand before the
+        # loop; as bits it cannot.
+        self.as_bits = platform == "cpu" and q.dtype.itemsize == 2
+        self.q, self.kv = self.bits(self.flat(q)), self.bits(kv.reshape(-1, self.head_dim))
         self.indices, self.topk_length = self.flat(indices), self.flat(topk_length)
 
     def flat(self, x):
         """``[G, S, ...] -> [G S, ...]``."""
         return x.reshape(self.rows, *x.shape[2:])
+
+    def bits(self, x):
+        return lax.bitcast_convert_type(x, np.uint16) if self.as_bits else x
+
+    def floats(self, x):
+        return lax.bitcast_convert_type(x, self.facts.dtype) if self.as_bits else x
 
     def start(self, i):
         return jnp.minimum(i * self.block, self.rows - self.block)
@@ -90,7 +100,7 @@ class _Rows:
 
     def gather(self, row):
         """``[B, K, D]``, zeros where invalid: what stands in such a row of kv reaches nothing."""
-        return self.kv.at[row].get(mode="fill", fill_value=0)
+        return self.floats(self.kv.at[row].get(mode="fill", fill_value=0))
 
     def logits(self, q, kv_rows, valid):
         s = _dot("bkd,bhd->bkh", kv_rows, q, self.facts) * self.facts.scale
@@ -126,7 +136,7 @@ def forward(facts: Facts, platform: str, q, kv, indices, topk_length, sink):
         out, lse = carry
         valid, row = rows.slots(i)
         kv_rows = rows.gather(row)  # [B, K, D]
-        s = rows.logits(rows.take(rows.q, i), kv_rows, valid)  # [B, K, H]
+        s = rows.logits(rows.floats(rows.take(rows.q, i)), kv_rows, valid)  # [B, K, H]
         some = valid.any(1)[:, None]  # [B, 1]: the query has a valid slot
         top = jnp.where(some, s.max(1), 0)  # [B, H]
         weight = jnp.exp(s - top[:, None])
@@ -150,13 +160,15 @@ def backward(facts: Facts, platform: str, q, kv, indices, topk_length, lse, alph
     """
     rows = _Rows(facts, platform, q, kv, indices, topk_length)
     lse, alpha, beta, dout = (rows.flat(x) for x in (lse, alpha, beta, dout))
+    dout = rows.bits(dout)
     pad = [(0, 0), (0, 0), (0, rows.head_dim - facts.value_dim)]
     add = _add_rows_in_order if facts.deterministic else _add_rows
 
     def body(i, carry):
         dq, dkv = carry
         valid, row = rows.slots(i)
-        kv_rows, q_block, do = rows.gather(row), rows.take(rows.q, i), rows.take(dout, i)
+        kv_rows = rows.gather(row)  # [B, K, D]
+        q_block, do = (rows.floats(rows.take(x, i)) for x in (rows.q, dout))
         lse_b, alpha_b, beta_b = (rows.take(x, i)[:, None] for x in (lse, alpha, beta))  # [B, 1, H]
         s = rows.logits(q_block, kv_rows, valid)  # [B, K, H]
         e = jnp.where(valid[..., None], jnp.exp(s - lse_b), 0)
@@ -171,7 +183,7 @@ def backward(facts: Facts, platform: str, q, kv, indices, topk_length, lse, alph
         row = jnp.where(fresh[:, None], row, rows.end)
         return rows.put(dq, dq_block, i), add(dkv, row, dkv_rows)
 
-    dq = jnp.zeros_like(rows.q)
+    dq = jnp.zeros(rows.q.shape, facts.dtype)
     dkv = jnp.zeros(rows.kv.shape, facts.accum_dtype)
     dq, dkv = lax.fori_loop(0, rows.count, body, (dq, dkv))
     return dq.reshape(q.shape), dkv.reshape(kv.shape)

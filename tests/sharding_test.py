@@ -181,6 +181,19 @@ class ShardingTest(parameterized.TestCase):
         # What the other axis (heads) adds, before or after the scatter.
         self.assertLessEqual(set(found), {("all-reduce", KV), ("all-reduce", KV // 2)})
 
+    @parameterized.product(
+        implementation=("xla", "reference"), kind=(AxisType.Auto, AxisType.Explicit)
+    )
+    def test_kv_split_along_t_by_an_axis_that_splits_nothing_else(self, implementation, kind):
+        on = mesh(kind)
+        specs = SPECS | {"kv": P("data", "heads", None)}
+        specs |= {n: P(*("data", "seq", None, None)[: len(SPECS[n])]) for n in ("q", "dout")}
+        specs |= {"attn_sink": P(None)}
+        attention = functools.partial(attend, implementation=implementation)
+        fn = gradients(functools.partial(loss, attention=attention))
+        with jax.set_mesh(on) if kind == AxisType.Explicit else contextlib.nullcontext():
+            self.assert_same(jax.jit(fn)(*place(operands(), on, specs)), self.want)
+
     def test_gather_kv_in_shard_map(self):
         on = mesh(AxisType.Auto)
 
