@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,48 @@ EXPORT_DISABLED_CHECKS = [
 ]
 
 
+@overload
+def sparse_attention(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    *,
+    topk_length: Any = ...,
+    attn_sink: Any = ...,
+    scale: float | None = ...,
+    value_dim: int | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str | Sequence[str] | None = ...,
+    deterministic: bool = ...,
+) -> jax.Array: ...
+@overload
+def sparse_attention(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    *,
+    topk_length: Any = ...,
+    attn_sink: Any = ...,
+    scale: float | None = ...,
+    value_dim: int | None = ...,
+    return_lse: Literal[True],
+    implementation: str | Sequence[str] | None = ...,
+    deterministic: bool = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def sparse_attention(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    *,
+    topk_length: Any = ...,
+    attn_sink: Any = ...,
+    scale: float | None = ...,
+    value_dim: int | None = ...,
+    return_lse: bool,
+    implementation: str | Sequence[str] | None = ...,
+    deterministic: bool = ...,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def sparse_attention(
     q: Any,
     kv: Any,

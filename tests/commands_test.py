@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -40,19 +41,19 @@ class DoctorTest(parameterized.TestCase):
         self.assertIn("float32", found["problem"])
 
     def test_a_missing_package_names_its_extra(self):
-        with absltest.mock.patch.object(doctor, "_version", return_value=None):
+        with mock.patch.object(doctor, "_version", return_value=None):
             _, text = run(doctor.main)
         self.assertIn("optax absent: pip install 'jax_dsa[examples]'", text)
 
     def test_without_a_backend_nothing_is_usable(self):
         failure = RuntimeError("no such platform")
-        with absltest.mock.patch.object(doctor.jax, "local_devices", side_effect=failure):
+        with mock.patch.object(doctor.jax, "local_devices", side_effect=failure):
             code, text = run(doctor.main)
         self.assertEqual(code, 1)
         self.assertIn("no such platform", text)
 
     def test_a_problem_that_nothing_serves(self):
-        with absltest.mock.patch.object(dispatch, "unusable", return_value="out of order"):
+        with mock.patch.object(dispatch, "unusable", return_value="out of order"):
             code, text = run(doctor.main)
         self.assertEqual(code, 1)
         self.assertRegex(text, "xla +no: out of order")

@@ -2,8 +2,13 @@
 
 import os
 
-DEVICES_FLAG = "--xla_force_host_platform_device_count=8"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES_FLAG}".strip()
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # Eight devices on two busy cores meet late; by default XLA ends the process after 40 seconds.
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A compiled program must come from the code under test, never from an earlier run's cache.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)

@@ -19,7 +19,7 @@ class ReadmeTest(parameterized.TestCase):
         self.assertLessEqual(len(SAMPLES[0].strip().splitlines()), 10)
 
     def test_ci_runs_the_test_command(self):
-        command = re.search(r"-m (pytest[^\n]*)\n", README).group(1)
+        (command,) = re.findall(r"-m (pytest[^\n]*)\n", README)
         self.assertIn(command, (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
 
     def test_every_named_file_exists(self):

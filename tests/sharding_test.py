@@ -1,4 +1,4 @@
-"""Values, gradients and collectives in the four sharding modes, on 8 host devices as data x sequence x heads."""
+"""Values, gradients and collectives in the four sharding modes, on 8 host devices."""
 
 import collections
 import contextlib
@@ -34,7 +34,10 @@ COLLECTIVE = re.compile(
 
 def operands(dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
     return {
         "q": normal(B, S, H, D),
         "kv": normal(B, T, D),
@@ -122,7 +125,7 @@ class ShardingTest(parameterized.TestCase):
         self.assert_same(compiled(*args), self.want if want is None else want)
         return big(collectives(compiled))
 
-    # ---------------------------------------------------------------------- kv whole on every device
+    # ---------- kv whole on every device
 
     @parameterized.parameters("xla", "reference")
     def test_auto_mesh_gives_one_devices_values(self, implementation):
@@ -166,7 +169,7 @@ class ShardingTest(parameterized.TestCase):
         )
         return functools.partial(loss, attention=mapped)
 
-    # ------------------------------------------------------------------------------ kv split along T
+    # ---------- kv split along T
 
     @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
     def test_kv_split_along_t_is_gathered_and_its_gradient_scattered(self, kind):
@@ -206,7 +209,7 @@ class ShardingTest(parameterized.TestCase):
         self.assertEqual(found[("all-gather", KV)], 1)
         self.assertEqual(found[("reduce-scatter", KV // 2)], 1)
 
-    # ------------------------------------------------------------------------------------- dtype
+    # ---------- dtype
     # The CPU compiler widens 16-bit sums, so the dtype is read before it runs.
 
     @parameterized.parameters(True, False)
@@ -234,12 +237,12 @@ class ShardingTest(parameterized.TestCase):
         args = place(operands(jnp.bfloat16), mesh(AxisType.Auto))
         results = tuple(args[list(SPECS).index(name)].sharding for name in GRADIENTS)
         fn = jax.jit(gradients(loss), out_shardings=(None, results))
-        text = fn.lower(*args).compile().as_text()
-        self.assertEqual(big(collectives(fn.lower(*args).compile())), {("all-reduce", KV): 1})
+        compiled = fn.lower(*args).compile()
+        self.assertEqual(big(collectives(compiled)), {("all-reduce", KV): 1})
         # A widened sum would be followed by nothing but its narrowing, and named so.
-        self.assertNotIn("promoted", text)
+        self.assertNotIn("promoted", str(compiled.as_text()))
 
-    # --------------------------------------------------------------------------------- sinks and vmap
+    # ---------- sinks and vmap
 
     @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
     def test_vmap_over_a_mapped_sink(self, kind):
@@ -271,7 +274,7 @@ class ShardingTest(parameterized.TestCase):
             )
         self.assertEqual({key for key in found if key[0] != "all-reduce"}, set())
 
-    # ------------------------------------------------------------- shard_map over some of the axes
+    # ---------- shard_map over some of the axes
 
     @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
     def test_shard_map_over_the_data_axis_alone(self, kind):
@@ -285,7 +288,7 @@ class ShardingTest(parameterized.TestCase):
             got = jax.jit(gradients(functools.partial(loss, attention=mapped)))(*args)
         self.assert_same(got, self.want)
 
-    # ------------------------------------------------------------------------------- refusals, export
+    # ---------- refusals, export
 
     @parameterized.parameters("q", "kv")
     def test_explicit_mesh_refuses_a_split_width(self, name):
@@ -307,11 +310,11 @@ class ShardingTest(parameterized.TestCase):
         x["indices"] = jnp.minimum(x["indices"], 4)
         want = jax.jit(gradients(loss))(*x.values())
         on = mesh(AxisType.Auto)
-        spread = (
-            lambda *args: gradients(loss)(  # noqa: E731
-                jax.lax.with_sharding_constraint(args[0], NamedSharding(on, SPECS["q"])), *args[1:]
-            )
-        )
+
+        def spread(q, *rest):
+            q = jax.lax.with_sharding_constraint(q, NamedSharding(on, SPECS["q"]))
+            return gradients(loss)(q, *rest)
+
         args = [jax.device_put(v, NamedSharding(on, P())) for v in x.values()]
         self.assert_same(jax.jit(spread)(*args), want)
 
