@@ -1,0 +1,94 @@
+"""Register files: one array row of 32 lanes per PTX register, seen through typed views.
+
+The instruction table works on typed vectors, PTX registers are bits. A *view* is a pair (register, type); the
+assembler numbers the views that a kernel uses, and a warp's ``RegisterFile`` makes each NumPy view on first use.
+Constants are views as well, shared by all warps, so that every source operand is read the same way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+LANES = 32
+BITS = {"pred": 8} | {f"{k}{n}": n for k in "busf" for n in (8, 16, 32, 64)}
+DTYPES = {
+    "pred": np.bool_,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "bf16": np.uint16,
+} | {f"{k}{n}": np.dtype(f"{'i' if k == 's' else 'u'}{n // 8}") for k in "bus" for n in (8, 16, 32, 64)}
+PACKED = {"f32x2": np.float32, "f16x2": np.float16, "bf16x2": np.uint16}
+_POISON = {np.dtype(np.bool_): True}
+
+
+def dtype_of(type_: str) -> np.dtype:
+    return np.dtype(DTYPES.get(type_) or PACKED[type_])
+
+
+class Layout:
+    """The registers and views of one kernel, numbered while it is assembled."""
+
+    def __init__(self, declared: dict[str, str]):
+        self.types = dict(declared)
+        self.rows: dict[str, tuple[np.dtype, int]] = {}
+        self.counts: dict[np.dtype, int] = {}
+        self.views: list[tuple[str, np.dtype, bool, int | None]] = []
+        self.numbers: dict[tuple, int] = {}
+        self.constants: dict[int, np.ndarray] = {}
+
+    def view(self, register: str, type_: str, part: int | None = None) -> int:
+        """Number of the view of ``register`` as ``type_``; ``part`` picks one of several smaller pieces."""
+        key = (register, type_, part)
+        if key not in self.numbers:
+            self._row(register)
+            self.numbers[key] = len(self.views)
+            self.views.append((register, dtype_of(type_), type_ in PACKED, part))
+        return self.numbers[key]
+
+    def constant(self, value: np.generic) -> int:
+        """Number of the view that reads as ``value`` in every lane."""
+        key = ("constant", value.dtype, value.tobytes())
+        if key not in self.numbers:
+            number = self.numbers[key] = len(self.views)
+            self.views.append(("", value.dtype, False, None))
+            array = np.full(LANES, value)
+            array.flags.writeable = False
+            self.constants[number] = array
+        return self.numbers[key]
+
+    def _row(self, register: str) -> None:
+        if register not in self.rows:
+            bits = BITS[self.types[register]]
+            storage = np.dtype(np.bool_) if self.types[register] == "pred" else np.dtype(f"u{bits // 8}")
+            row = self.counts.get(storage, 0)
+            self.rows[register] = (storage, row)
+            self.counts[storage] = row + 1
+
+
+class RegisterFile(dict):
+    """View number -> array of 32 lanes ((32, 2) for packed types), for one warp."""
+
+    def __init__(self, layout: Layout):
+        super().__init__(layout.constants)
+        self.layout = layout
+        self.storage = {
+            dtype: np.full((count, LANES), _POISON.get(dtype, np.iinfo(dtype).max if dtype.kind == "u" else 0), dtype)
+            for dtype, count in layout.counts.items()
+        }
+
+    def __missing__(self, number: int) -> np.ndarray:
+        register, dtype, packed, part = self.layout.views[number]
+        storage, row = self.layout.rows[register]
+        bits = self.storage[storage][row].view(dtype)
+        if packed:
+            bits = bits.reshape(LANES, -1)
+        elif bits.size > LANES:
+            bits = bits[part or 0 :: bits.size // LANES]
+        self[number] = bits
+        return bits
+
+    def set(self, register: str, values) -> None:
+        """Writes a whole register (special registers at the start of a warp)."""
+        storage, row = self.layout.rows[register]
+        self.storage[storage][row] = values
