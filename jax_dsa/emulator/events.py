@@ -65,6 +65,9 @@ class Observer:
     def fault(self, kind: str, agent, ins, text: str) -> None:
         """The program did something that is an error by itself."""
 
+    def lint(self, kind: str, agent, ins, text: str) -> None:
+        """The program did something that is legal and that strict code avoids."""
+
     def leave(self, cta) -> None:
         """All warps of a CTA have ended."""
 

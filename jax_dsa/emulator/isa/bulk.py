@@ -111,12 +111,12 @@ def store(group, ins, lane, target: Place, source: Place, size: int, apply, kind
         _tell(op, target, size, kind)
         apply(bytes_of(target, size), bytes_of(source, size))
 
-    issue_store(group, ins, lane, carry_out)
+    issue_store(group, ins, one_lane(lane), carry_out)
 
 
-def issue_store(group, ins, lane: int, carry_out) -> None:
-    """Starts a copy that belongs to the thread's bulk group."""
-    op = Op("bulk", group, ins, one_lane(lane), carry_out, family=FAMILY)
+def issue_store(group, ins, lanes: np.ndarray, carry_out) -> None:
+    """Starts a copy that belongs to the bulk group of these lanes."""
+    op = Op("bulk", group, ins, lanes, carry_out, family=FAMILY)
     group.warp.tracker(FAMILY).add(op)
     group.machine.engines.issue(op)
 

@@ -41,7 +41,7 @@ def cp_async(asm, ins, parts):
         def carry_out(op):
             _copy(group.machine, op, targets, sources, limits, size.value)
 
-        op = Op("copy", group, ins, active.copy(), carry_out)
+        op = Op("copy", group, ins, active.copy(), carry_out, family=FAMILY)
         group.warp.tracker(FAMILY).add(op)
         group.machine.engines.issue(op)
 

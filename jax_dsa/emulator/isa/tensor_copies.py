@@ -160,16 +160,28 @@ def _bind_store(asm, ins, gather: bool, apply, kind: str):
     frm, from_offset = asm.address(ins.operands[1])
 
     def run(group, active):
+        copies: dict[tuple, np.ndarray] = {}
         for lane in lane_numbers(group, active).tolist():
-            values, shared = _coordinates(group, lane, views), int(group.R[frm][lane]) + from_offset
-            box = _box(group, ins, lane, int(group.R[base][lane]) + offset, values, gather, shared)
+            place = int(group.R[base][lane]) + offset, int(group.R[frm][lane]) + from_offset
+            key = (*place, *_coordinates(group, lane, views))
+            copies[key] = copies.get(key, False) | one_lane(lane)
+        if int(active.sum()) > len(copies):
+            _warn_repeated(group, ins)
+        for (address, shared, *values), lanes in copies.items():
+            box = _box(group, ins, int(np.argmax(lanes)), address, values, gather, shared)
             if box is not None:
-                _issue_store(group, ins, lane, box, apply, kind)
+                _issue_store(group, ins, lanes, box, apply, kind)
 
     return run
 
 
-def _issue_store(group, ins, lane: int, box: Box, apply, kind: str) -> None:
+def _warn_repeated(group, ins) -> None:
+    """Several lanes store the same box: the same bytes are written more than once, which is carried out once here."""
+    if group.machine.on.lint:
+        group.machine.on.lint("repeated copy", group, ins, "several lanes issue the same copy; elect one lane")
+
+
+def _issue_store(group, ins, lanes: np.ndarray, box: Box, apply, kind: str) -> None:
     shared = group.cta.shared
 
     def carry_out(op):
@@ -181,7 +193,7 @@ def _issue_store(group, ins, lane: int, box: Box, apply, kind: str) -> None:
         box.bound.buffer.data[index] = apply(box.bound.buffer.data[index], inside)
         _tell_global(op, box, index, kind)
 
-    issue_store(group, ins, lane, carry_out)
+    issue_store(group, ins, lanes, carry_out)
 
 
 @effect(
@@ -218,7 +230,7 @@ def tensor_reduce(asm, ins, parts):
             box = _box(group, ins, lane, int(group.R[base][lane]) + offset, values, False, shared)
             if box is not None:
                 type_ = _REGISTER_TYPE[box.bound.map.tensorDataType]
-                _issue_store(group, ins, lane, box, apply_as(type_), ATOMIC)
+                _issue_store(group, ins, one_lane(lane), box, apply_as(type_), ATOMIC)
 
     return run
 

@@ -113,9 +113,13 @@ class Window:
         self.count = int(self.columns.max()) + 1
 
     def locate(self, group, ins, address: int) -> tuple[int, int] | None:
-        """(lane, column) of an address that the warp may use; a warp reaches the lanes of its quarter only."""
+        """(lane, column) of an address that the warp may use; a warp reaches the lanes of its quarter only.
+
+        An address with quarter 0 means the warp's own quarter: kernels that run on hardware rely on it.
+        """
         lane, column = address >> 16, address & 0xFFFF
         quarter = 32 * (group.warp.index % 4)
+        lane += quarter if lane < 32 else 0
         if lane not in (quarter, quarter + 32 - self.lanes):
             group.machine.fault(
                 "tensor memory", group, ins,

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from jax_dsa.emulator.errors import LaunchError
+from jax_dsa.emulator.observers.barrier_use import BarrierUse
+from jax_dsa.emulator.observers.coverage import Coverage
 from jax_dsa.emulator.observers.faults import Faults
+from jax_dsa.emulator.observers.races import Races
+from jax_dsa.emulator.observers.registers import RegisterUse
+from jax_dsa.emulator.observers.timeline import Timeline
+
+NAMES = ("races", "registers", "coverage", "timeline")
 
 
 def make_observers(settings) -> list:
-    """The observers that ``settings.observers`` names."""
-    names = ("races", "coverage", "timeline") if settings.observers == "all" else settings.observers
-    if names == "none":
-        names = ()
-    return [Faults()]
+    """The observers that ``settings.observers`` names; faults and deadlocks are always collected."""
+    wanted = settings.observers
+    names = {"all": NAMES, "none": ()}[wanted] if isinstance(wanted, str) else tuple(wanted)
+    unknown = set(names) - set(NAMES)
+    if unknown:
+        raise LaunchError(f"Settings.observers names {sorted(unknown)}; there are {NAMES}.")
+    found: list = [Faults()]
+    if "races" in names:
+        found += [Races(settings.lints), BarrierUse(settings.lints)]
+    if "registers" in names:
+        found.append(RegisterUse(settings.lints))
+    if "coverage" in names:
+        found.append(Coverage())
+    if "timeline" in names:
+        found.append(Timeline())
+    return found

@@ -14,6 +14,7 @@ class Faults(Observer):
 
     def __init__(self) -> None:
         self.found: dict[tuple, Fault] = {}
+        self.lints: dict[tuple, Fault] = {}
         self.deadlocks: list[str] = []
         self.stuck = False
 
@@ -23,10 +24,15 @@ class Faults(Observer):
         known = self.found.get(key)
         self.found[key] = dataclasses.replace(known, count=known.count + 1) if known else Fault(kind, site, text)
 
+    def lint(self, kind: str, agent, ins, text: str) -> None:
+        site = Site.of(agent, ins)
+        self.lints.setdefault((kind, site.line, site.role), Fault(kind, site, text))
+
     def deadlock(self, machine, states: Sequence[str]) -> None:
         self.stuck = True
         self.deadlocks.append(f"{machine.code.kernel.name}: nobody can move\n  " + "\n  ".join(states))
 
     def fill(self, report: Report) -> None:
         report.faults = (*report.faults, *self.found.values())
+        report.lints = (*report.lints, *self.lints.values())
         report.deadlocks = tuple(self.deadlocks)
