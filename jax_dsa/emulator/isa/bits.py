@@ -113,8 +113,10 @@ def clz(a):
 @value("brev.b32")
 def brev(a):
     """Bits in reverse order (9.7.1.18)."""
-    octets = a.astype(">u4").view(np.uint8)
-    return np.packbits(np.unpackbits(octets, bitorder="little"), bitorder="big").view("<u4").byteswap()[: a.size]
+    for width, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
+        shift, mask = np.uint32(width), np.uint32(mask)
+        a = ((a >> shift) & mask) | ((a & mask) << shift)
+    return a
 
 
 @value("bfe.u32", s="u32 u32 u32")
