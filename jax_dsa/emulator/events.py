@@ -35,6 +35,9 @@ class Observer:
     def observe(self, group, barrier, phase: int, ins) -> None:
         """The group learned that this phase of the barrier is complete."""
 
+    def relaxed(self, group, flag, writes: bool, ins) -> None:
+        """A relaxed atomic on a flag: an edge only together with fences (kind "memory") around it."""
+
     def use(self, agent, barrier, ins) -> None:
         """An mbarrier was used (it must have been initialised before)."""
 

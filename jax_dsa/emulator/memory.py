@@ -75,6 +75,7 @@ class GlobalMemory:
         self._starts = [b.base for b in ordered]
         self._ordered = ordered
         self.flags: dict = {}
+        self.fenced = False  # some thread has executed a memory fence: relaxed atomics may make edges
 
     def _place(self, name: str, array: np.ndarray, offset: int, initialised: bool) -> Linear:
         window = self.heap[offset : offset + -(-max(array.nbytes, 1) // 16) * 16]

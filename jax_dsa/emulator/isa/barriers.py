@@ -264,7 +264,13 @@ def fence_proxy_async(asm, ins, parts):
 @effect("fence{|.sc|.acq_rel|.acquire|.release}.{cta|cluster|gpu|sys}", "membar.{cta|gl|sys}")
 def fence_memory(asm, ins, parts):
     """Makes relaxed atomics around it release and acquire."""
-    return _bind_fence("memory")(ins)
+    tell = _bind_fence("memory")(ins)
+
+    def run(group, active):
+        group.machine.memory.fenced = True
+        tell(group, active)
+
+    return run
 
 
 @effect("fence.mbarrier_init.release.cluster")

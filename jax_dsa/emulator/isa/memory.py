@@ -24,18 +24,36 @@ def space_of(parts: list[str]) -> str:
     return next((p.split("::")[0] for p in parts if p.split("::")[0] in ("global", "shared", "param")), "")
 
 
-def _flag_edge(group, ins, place, parts: list[str], acquire: bool) -> None:
-    """Release and acquire make an edge through the word accessed; ``.cta`` scope only within the CTA."""
+def _flags(group, place, parts: list[str]):
+    """The words accessed, as Flags; ``.cta`` scope orders threads of one CTA only."""
     scope = next((p for p in parts if p in SCOPES), "gpu")
     owner = str(group.cta) if scope == "cta" else "device"
     flags = group.machine.memory.flags
     for offset in np.unique(place.offsets).tolist():
         address = place.memory.base + offset
-        flag = flags.setdefault((address, owner, place.memory.name), Flag(address, scope))
-        if acquire and group.machine.on.observe:
-            group.machine.on.observe(group, flag, 0, ins)
-        elif not acquire and group.machine.on.arrive:
-            group.machine.on.arrive(group, flag, 0, ins)
+        yield flags.setdefault((address, owner, place.memory.name), Flag(address, scope))
+
+
+def _publish(group, ins, place, parts: list[str]) -> None:
+    """Before an atomic write: a release makes an edge, a relaxed one after a fence."""
+    on = group.machine.on
+    if _releases(parts) and on.arrive:
+        for flag in _flags(group, place, parts):
+            on.arrive(group, flag, 0, ins)
+    elif group.machine.memory.fenced and on.relaxed:
+        for flag in _flags(group, place, parts):
+            on.relaxed(group, flag, True, ins)
+
+
+def _learn(group, ins, place, parts: list[str]) -> None:
+    """After an atomic read: an acquire makes an edge, a relaxed one before a fence."""
+    on = group.machine.on
+    if _acquires(parts) and on.observe:
+        for flag in _flags(group, place, parts):
+            on.observe(group, flag, 0, ins)
+    elif group.machine.memory.fenced and on.relaxed:
+        for flag in _flags(group, place, parts):
+            on.relaxed(group, flag, False, ins)
 
 
 def _acquires(parts) -> bool:
@@ -68,8 +86,8 @@ def ld(asm, ins, parts):
                     group.R[target][place.lanes] = view.take(index + i)
             if place.memory.space != "param":
                 told(group, ins, place, total, ATOMIC if atomic else READ)
-            if _acquires(parts):
-                _flag_edge(group, ins, place, parts, acquire=True)
+            if atomic:
+                _learn(group, ins, place, parts)
 
     return run
 
@@ -88,8 +106,8 @@ def st(asm, ins, parts):
 
     def run(group, active):
         for place in places(group, active, base, offset, total, space, ins):
-            if _releases(parts):
-                _flag_edge(group, ins, place, parts, acquire=False)
+            if atomic:
+                _publish(group, ins, place, parts)
             view, index = place.memory.views[size].view(dtype), place.offsets // size
             for i, source in enumerate(sources):
                 view[index + i] = group.R[source][place.lanes]
@@ -134,8 +152,7 @@ def _bind_atomic(asm, ins, parts, has_result: bool):
 
     def run(group, active):
         for place in places(group, active, base, offset, total, space, ins):
-            if _releases(parts):
-                _flag_edge(group, ins, place, parts, acquire=False)
+            _publish(group, ins, place, parts)
             operands = [_stack(group, column, place.lanes) for column in sources]
             old = apply(place.memory.views[size].view(dtype_of(element)), place.offsets // size, fn, operands)
             per = old.shape[1] // max(len(targets), 1)
@@ -144,8 +161,7 @@ def _bind_atomic(asm, ins, parts, has_result: bool):
                     piece = old[:, i * per : (i + 1) * per]
                     group.R[target][place.lanes] = piece if per > 1 else piece[:, 0]
             told(group, ins, place, total, ATOMIC)
-            if _acquires(parts):
-                _flag_edge(group, ins, place, parts, acquire=True)
+            _learn(group, ins, place, parts)
 
     return run
 

@@ -182,8 +182,20 @@ class Races(Observer):
         if known is not None:
             self._of(group).join(known)
 
+    def relaxed(self, group, flag, writes: bool, ins) -> None:
+        """fence; relaxed write -> relaxed read; fence (PTX ISA 8.8): the edge is made at the second fence."""
+        key = (flag, 0)
+        if not writes and key in self.phases:
+            self.flagged.setdefault(group, Clock()).join(self.phases[key])
+        elif writes and group in self.fenced:
+            self.phases.setdefault(key, Clock()).join(self.fenced[group])
+
     def fence(self, group, kind: str, ins) -> None:
         clock = self._of(group)
+        if kind == "memory":
+            if group in self.flagged:
+                clock.join(self.flagged[group])
+            self.fenced[group] = clock.copy()
         if kind == "tcgen05.before":
             clock.fence(BEFORE)
         elif kind == "tcgen05.after":
@@ -220,13 +232,13 @@ class Races(Observer):
         known = self.components.view(clock, row)
         if kind != WRITE:
             self._unwritten(agent, ins, memory, shadow, cells)
+        if self.want_lints and memory.space == "tensor":
+            self._strict(agent, ins, cells, kind, clock, shadow)
         check = {READ: shadow.read, WRITE: shadow.write, ATOMIC: shadow.update}[kind]
         for conflict in check(cells, component, tick, known):
             self._report(agent, ins, memory, conflict, kind, row)
         if ins.opcode.startswith("mbarrier.init"):
             self.inits[agent.cta, int(as_array(cells)[0]) * 2] = (component, tick)
-        if self.want_lints and memory.space == "tensor":
-            self._strict(agent, ins, memory, cells, kind, clock, shadow)
 
     def _shadow(self, memory) -> Shadow:
         found = self.shadows.get(id(memory))
@@ -263,17 +275,15 @@ class Races(Observer):
         text = f"reads {memory.describe(np.unique(missing))}, which nobody has written"
         self.faults[key] = dataclasses.replace(known, count=known.count + 1) if known else Fault(key[0], site, text)
 
-    def _strict(self, agent, ins, memory, cells, kind: str, clock: Clock, shadow: Shadow) -> None:
+    def _strict(self, agent, ins, cells, kind: str, clock: Clock, shadow: Shadow) -> None:
         """Lint: tensor-memory work of another thread is ordered by barriers alone, without the pair of fences."""
         if not isinstance(agent, Op) or agent.kind not in _TENSOR_OPS:
             return
-        components, ticks = shadow.component[cells], shadow.tick[cells]
-        loose = ticks > clock.rows[AFTER][components]
-        for component, tick in set(zip(components[loose].tolist(), ticks[loose].tolist(), strict=True)):
-            first_agent, first_ins = self.components.who(component, tick) if tick else (None, None)
-            if not isinstance(first_agent, Op) or first_agent.group.warp is agent.group.warp:
-                continue
-            if first_agent is agent or clock.get(component) < tick:
+        earlier = shadow.earlier(cells, clock.rows[AFTER], kind == WRITE)
+        for component, tick in earlier:
+            first_agent, first_ins = self.components.who(component, tick)
+            other = isinstance(first_agent, Op) and first_agent.group.warp is not agent.group.warp
+            if not other or clock.get(component) < tick:
                 continue
             site = Site.of(agent, ins)
             text = (

@@ -105,6 +105,13 @@ class Shadow:
             self.component[touched] = 0
         return found
 
+    def earlier(self, cells, known: np.ndarray, readers: bool) -> set[tuple[int, int]]:
+        """(component, tick) of the last writers, and of the readers if wanted, that ``known`` does not cover."""
+        found = self._writes(cells, known)
+        if readers and self.readers is not None:
+            found += self.readers.conflicts(cells, known, "read")
+        return {(c.component, c.tick) for c in found}
+
     def unwritten(self, cells) -> np.ndarray:
         """Cells among ``cells`` that nobody has written."""
         missing = self.component[cells] < 0
