@@ -59,6 +59,9 @@ class Observer:
     def synchronise(self, group, ins) -> None:
         """A warp-level synchronisation that orders memory (bar.warp.sync, CTA barriers)."""
 
+    def skip(self, group, ins, active) -> None:
+        """A mutant left this instruction out."""
+
     def block(self, group, why: str) -> None:
         """The group waits."""
 

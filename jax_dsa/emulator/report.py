@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
 
 @dataclasses.dataclass(frozen=True)
 class Site:
@@ -79,7 +77,6 @@ class Report:
       races, faults, lints: see the classes; deadlocks: one text per launch that hung, naming who waits on what.
       coverage: kernel -> PTX lines that were never executed.
       steps: scheduler steps; timeline: events for ``timeline.chrome_trace``.
-      graph: the happens-before facts that ``mutation`` needs (None unless it asked for them).
     """
 
     races: tuple[Race, ...] = ()
@@ -89,7 +86,6 @@ class Report:
     coverage: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     steps: int = 0
     timeline: list[dict] = dataclasses.field(default_factory=list)
-    graph: Any = None
 
     @property
     def clean(self) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jax_dsa.emulator.code import Code
 from jax_dsa.emulator.errors import LaunchError
+from jax_dsa.emulator.events import Observer
 from jax_dsa.emulator.launch import Launch, Program, Settings, check, pack
 from jax_dsa.emulator.machine import Machine
 from jax_dsa.emulator.memory import GlobalMemory
@@ -19,6 +21,8 @@ def run(
     launch: Launch | Sequence[Launch],
     arrays: Mapping[str, np.ndarray],
     settings: Settings | None = None,
+    observers: Sequence[Observer] = (),
+    codes: Mapping[str, Code] | None = None,
 ) -> tuple[dict[str, np.ndarray], Report]:
     """Executes launches one after another, as on a stream.
 
@@ -27,6 +31,8 @@ def run(
       launch: one launch, or several in stream order.
       arrays: global arrays by name; they are copied, not changed.
       settings: schedule, observers, limits.
+      observers: more observers than those that ``settings`` names.
+      codes: kernels that replace the program's (mutants).
 
     Returns:
       (arrays, report): every array with its final contents, and what the observers found.
@@ -44,11 +50,13 @@ def run(
     for each in launches:
         check(program, each, arrays)
     heap = GlobalMemory(dict(arrays), settings.outputs)
-    observers = make_observers(settings)
+    observers = [*make_observers(settings), *observers]
+    codes = codes or {}
     report = Report()
     with np.errstate(all="ignore"):
         for each in launches:
-            report.steps += _run_one(program, each, heap, observers, settings)
+            code = codes.get(each.kernel) or program.code(each.kernel)
+            report.steps += _run_one(code, each, heap, observers, settings)
             if any(getattr(o, "stuck", False) for o in observers):
                 break
     for observer in observers:
@@ -56,8 +64,7 @@ def run(
     return _results(arrays, heap), report
 
 
-def _run_one(program: Program, launch: Launch, heap: GlobalMemory, observers, settings: Settings) -> int:
-    code = program.code(launch.kernel)
+def _run_one(code: Code, launch: Launch, heap: GlobalMemory, observers, settings: Settings) -> int:
     params, maps = pack(launch, code, heap)
     machine = Machine(code, launch, heap, params, maps, observers, settings.schedule, settings)
     machine.run()

@@ -59,6 +59,20 @@ class BackwardControl:
         results, report = run(self.program, self.launches(case, x), arrays, settings)
         return Result(*(results[name] for name in OUTPUTS), report=report)
 
+    def errors(self, result: Result, reference: dict[str, np.ndarray]) -> dict[str, float]:
+        """Relative L2 error of each output; d_sink only where the release computes it."""
+        names = OUTPUTS if self.symbols["sum_dSink"] else OUTPUTS[:2]
+        return {name: problems.relative(getattr(result, name), reference[name]) for name in names}
+
+    def main_alone(self, case: problems.Case, x: problems.Inputs) -> tuple[Launch, dict[str, np.ndarray], Settings]:
+        """The main kernel's launch and the arrays after the launches before it: for mutation and timing."""
+        arrays, settings = self.arrays(case, x, Settings(observers="none"))
+        launches = self.launches(case, x)
+        at = next(i for i, launch in enumerate(launches) if launch.kernel == self.symbols["bwd"])
+        if at:
+            arrays, _ = run(self.program, launches[:at], arrays, Settings(observers="none"))
+        return launches[at], arrays, dataclasses.replace(settings, outputs=frozenset({"dq"}))
+
     def arrays(self, case: problems.Case, x: problems.Inputs, settings: Settings):
         """(inputs, outputs and workspaces, settings that name what starts unwritten)."""
         rows = _round8(case.S)

@@ -15,6 +15,7 @@ VALUE_DIM = 512
 class Case:
     """One problem: S queries of H heads, T keys, K slots; ``lengths`` per query (default: K); seed of the inputs.
 
+    ``sink``: False gives every head a sink of -inf (release 1.26 ignores sinks at head_dim 576).
     ``exact``: inputs whose products and sums are exact in every order, so that results must be bitwise right.
     """
 
@@ -25,6 +26,7 @@ class Case:
     H: int = 64
     lengths: tuple[int, ...] = ()
     seed: int = 0
+    sink: bool = True
     exact: bool = False
 
     @property
@@ -70,7 +72,7 @@ def _slots(case: Case, rng: np.random.Generator) -> np.ndarray:
 def _normal(case: Case, rng: np.random.Generator):
     shapes = (case.S, case.H, case.head_dim), (case.T, case.head_dim), (case.S, case.H, VALUE_DIM)
     q, kv, dout = (rng.standard_normal(s).astype(BF16) for s in shapes)
-    sink = rng.standard_normal(case.H).astype(np.float32)
+    sink = rng.standard_normal(case.H).astype(np.float32) if case.sink else np.full(case.H, -np.inf, np.float32)
     return q, kv, dout, sink, float(np.float32(case.head_dim**-0.5))
 
 

@@ -78,16 +78,20 @@ def relinquish(asm, ins, parts):
 
 # -- checks -------------------------------------------------------------------------------------------
 def owned(group, ins, columns: int, count: int, lanes: range) -> bool:
-    """True when the CTA has allocated these columns; reports otherwise."""
-    memory, text = group.cta.tensor, ""
+    """Reports columns that do not exist or are not allocated; False only for the former.
+
+    Columns that were freed still hold their last contents: the access is carried out, so that one report does not
+    hide the next.
+    """
+    memory = group.cta.tensor
     if columns < 0 or columns + count > memory.COLUMNS or lanes.stop > memory.LANES:
         text = f"columns {columns}..{columns + count - 1}, lanes {lanes.start}..{lanes.stop - 1} do not exist"
-    elif not memory.allocated[columns : columns + count].all():
-        free = columns + int(np.argmin(memory.allocated[columns : columns + count]))
-        text = f"column {free} is not allocated"
-    if text:
         group.machine.fault("tensor memory", group, ins, text)
-    return not text
+        return False
+    if not memory.allocated[columns : columns + count].all():
+        free = columns + int(np.argmin(memory.allocated[columns : columns + count]))
+        group.machine.fault("tensor memory", group, ins, f"column {free} is not allocated")
+    return True
 
 
 # -- loads and stores (9.7.16.8) ----------------------------------------------------------------------
