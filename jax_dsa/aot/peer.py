@@ -1,9 +1,12 @@
-"""Compiles a kernel of an installed public package to PTX, without a GPU and without torch: a script.
+"""Compiles a kernel of an installed public package to PTX, without a GPU and without torch: a
+script.
 
     python peer.py PACKAGE_FOLDER RELEASE {backward|forward} HEAD_DIM MAX_TOPK ARCH OUTPUT_FOLDER
 
-It needs nvidia-cutlass-dsl and writes ``kernel.ptx`` and ``facts.json`` (dynamic shared memory of the main kernel).
-The package's parent modules import torch; they are replaced by empty ones, so that only the kernel's file is loaded.
+It needs nvidia-cutlass-dsl and writes ``kernel.ptx`` and ``facts.json`` (dynamic shared memory of
+the main kernel).
+The package's parent modules import torch; they are replaced by empty ones, so that only the
+kernel's file is loaded.
 """
 
 import json
@@ -18,7 +21,10 @@ HEADS, VALUE_DIM = 64, 512
 def stub_parents(folder: pathlib.Path) -> None:
     """Registers empty parent packages whose search paths are the installed folders."""
     names = ["cudnn", ROOT]
-    names += [f"{ROOT}.{part}" for part in ("utils", "sparse_attention_backward", "sparse_attention_forward")]
+    names += [
+        f"{ROOT}.{part}"
+        for part in ("utils", "sparse_attention_backward", "sparse_attention_forward")
+    ]
     for name in names:
         module = types.ModuleType(name)
         module.__path__ = [str(folder / name.replace(".", "/"))]
@@ -42,7 +48,9 @@ def compile_backward(cute, cutlass, release: str, head_dim: int, max_topk: int, 
     i32 = cutlass.Int32
     shape = (i32(1), i32(1), i32(head_dim), (i32(HEADS), i32(1)))
     tensors = (queries, keys, out, out, lse, sink, indices, lengths, queries, keys, sink, *work)
-    compiled = cute.compile(kernel, shape, *tensors, cutlass.Float32(1.0), f.stream(), options=options)
+    compiled = cute.compile(
+        kernel, shape, *tensors, cutlass.Float32(1.0), f.stream(), options=options
+    )
     return compiled, kernel
 
 
@@ -51,10 +59,16 @@ def compile_forward(cute, cutlass, release: str, head_dim: int, max_topk: int, o
         dsa_fwd_sm100_head64,
     )
 
-    kernel = dsa_fwd_sm100_head64.SparseAttentionForwardSm100Head64(head_dim=head_dim, indexer_topk=0)
+    kernel = dsa_fwd_sm100_head64.SparseAttentionForwardSm100Head64(
+        head_dim=head_dim, indexer_topk=0
+    )
     f = Fakes(cute, cutlass)
     queries, keys = f.bf16(f.S, HEADS, head_dim), f.bf16(f.T, head_dim)
-    out, lse, sink = f.bf16(f.S, HEADS, VALUE_DIM), f.f32(f.S, HEADS, align=4), f.f32(HEADS, align=4)
+    out, lse, sink = (
+        f.bf16(f.S, HEADS, VALUE_DIM),
+        f.f32(f.S, HEADS, align=4),
+        f.f32(HEADS, align=4),
+    )
     indices, lengths = f.i32(f.S, cute.sym_int(), align=4), f.i32(f.S, align=4)
     tensors = (queries, keys, indices, out, lse, lse, None, sink, lengths)
     options += " --opt-level 2"
@@ -70,7 +84,9 @@ class Fakes:
 
     def _tensor(self, dtype, shape, align=16):
         order = tuple(reversed(range(len(shape))))
-        return self.cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+        return self.cute.runtime.make_fake_compact_tensor(
+            dtype, shape, stride_order=order, assumed_align=align
+        )
 
     def bf16(self, *shape):
         return self._tensor(self.cutlass.BFloat16, shape)

@@ -1,6 +1,8 @@
-"""The schema of a compiled kernel: everything that a launcher, the emulator and the doctor need to know of it.
+"""The schema of a compiled kernel: everything that a launcher, the emulator and the doctor need to
+know of it.
 
-A ``Manifest`` is a list of ``Kernel`` entries and is stored as JSON. Nothing here imports anything of the package.
+A ``Manifest`` is a list of ``Kernel`` entries and is stored as JSON. Nothing here imports anything
+of the package.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ class Parameter:
 
     Attributes:
       name: what it is called in launches and reports.
-      kind: "pointer" (8 bytes), "scalar" (``type`` says which), "tensor_map" (128 bytes, aligned to 64) or "bytes"
+      kind: "pointer" (8 bytes), "scalar" (``type`` says which), "tensor_map" (128 bytes, aligned to
+        64) or "bytes"
         (``size`` bytes that the launcher fills: structures).
       type: a key of SCALARS, for scalars.
       size: bytes, for kind "bytes"; the others know theirs.
-      tensor_map: for tensor maps: rank, box, element strides, swizzle, as in ``cuTensorMapEncodeTiled``.
+      tensor_map: for tensor maps: rank, box, element strides, swizzle, as in
+        ``cuTensorMapEncodeTiled``.
     """
 
     name: str
@@ -48,7 +52,11 @@ class Parameter:
             return [f"parameter {self.name!r}: kind {self.kind!r} is not one of {KINDS}"]
         if self.kind == "scalar" and self.type not in SCALARS:
             return [f"parameter {self.name!r}: type {self.type!r} is not one of {sorted(SCALARS)}"]
-        return [] if self.bytes > 0 else [f"parameter {self.name!r}: size must be positive, got {self.size}"]
+        return (
+            []
+            if self.bytes > 0
+            else [f"parameter {self.name!r}: size must be positive, got {self.size}"]
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +90,8 @@ class Kernel:
       registers: per thread at launch (None: unknown); stack_frame in bytes (0: nothing is spilled).
       workspaces: name -> size in bytes as a formula over the launch's facts.
       roles, regions: names for reports.
-      hashes: "source", "ptx", "cubin" -> SHA-256; tools: tool -> version; minimum_driver of the cubin.
+      hashes: "source", "ptx", "cubin" -> SHA-256; tools: tool -> version; minimum_driver of the
+        cubin.
     """
 
     symbol: str
@@ -117,12 +126,14 @@ class Kernel:
         listed = [(p.name, p.bytes) for p in self.parameters]
         if len(listed) != len(sizes):
             raise ManifestError(
-                f"kernel {self.symbol}: the manifest lists {len(listed)} parameters, the .entry has {len(sizes)}."
+                f"kernel {self.symbol}: the manifest lists {len(listed)} parameters, the .entry"
+                f" has {len(sizes)}."
             )
         for i, ((name, size), declared) in enumerate(zip(listed, sizes, strict=True)):
             if size != declared:
                 raise ManifestError(
-                    f"kernel {self.symbol}: parameter {i} ({name!r}) has {size} bytes in the manifest,"
+                    f"kernel {self.symbol}: parameter {i} ({name!r}) has {size} bytes in the"
+                    f" manifest,"
                     f" {declared} in the .entry."
                 )
 
@@ -134,18 +145,23 @@ class Manifest:
     kernels: Sequence[Kernel]
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, "kernels": [dataclasses.asdict(k) for k in self.kernels]}, indent=1)
+        return json.dumps(
+            {"version": VERSION, "kernels": [dataclasses.asdict(k) for k in self.kernels]}, indent=1
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Reads what ``to_json`` wrote.
 
         Raises:
-          ManifestError: for another version, unknown or missing fields, or a parameter that is none.
+          ManifestError: for another version, unknown or missing fields, or a parameter that is
+            none.
         """
         data = json.loads(text)
         if data.get("version") != VERSION:
-            raise ManifestError(f"manifest version {data.get('version')!r}, wanted {VERSION}: rebuild the cubins.")
+            raise ManifestError(
+                f"manifest version {data.get('version')!r}, wanted {VERSION}: rebuild the cubins."
+            )
         return cls([_kernel(entry) for entry in data["kernels"]])
 
 

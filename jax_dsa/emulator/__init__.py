@@ -1,4 +1,5 @@
-"""Executes compiled kernels (PTX) on the CPU under every ordering that the hardware may choose, and checks the order.
+"""Executes compiled kernels (PTX) on the CPU under every ordering that the hardware may choose, and
+checks the order.
 
     program = Program(ptx_text, entries)
     arrays, report = run(program, Launch("kernel", grid, block, parameters), arrays, Settings())

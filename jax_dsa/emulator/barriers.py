@@ -1,10 +1,14 @@
-"""The two kinds of barriers: mbarrier objects in shared memory and the CTA's sixteen named barriers."""
+"""The two kinds of barriers: mbarrier objects in shared memory and the CTA's sixteen named
+barriers.
+"""
 
 from __future__ import annotations
 
 
 class Mbarrier:
-    """An mbarrier (PTX ISA 9.7.13.15): a phase ends when no arrival and no transaction byte is pending."""
+    """An mbarrier (PTX ISA 9.7.13.15): a phase ends when no arrival and no transaction byte is
+    pending.
+    """
 
     def __init__(self, machine, cta, address: int, count: int):
         self.machine, self.cta, self.address = machine, cta, address
@@ -17,7 +21,10 @@ class Mbarrier:
         return f"mbarrier at shared byte {self.address} of CTA {self.cta}"
 
     def state(self) -> str:
-        return f"phase {self.phase}, {self.pending} of {self.expected} arrivals and {self.transactions} bytes pending"
+        return (
+            f"phase {self.phase}, {self.pending} of {self.expected} arrivals and"
+            f" {self.transactions} bytes pending"
+        )
 
     def arrive(self, agent, ins, count: int = 1, drop: bool = False, edge: bool = True) -> int:
         """``count`` arrivals on the current phase; returns the phase they count for."""
@@ -26,7 +33,10 @@ class Mbarrier:
             self.machine.on.arrive(agent, self, phase, ins)
         if count > self.pending:
             self.machine.fault(
-                "barrier", agent, ins, f"{count} arrivals on {self}, which waits for {self.pending}: {self.state()}"
+                "barrier",
+                agent,
+                ins,
+                f"{count} arrivals on {self}, which waits for {self.pending}: {self.state()}",
             )
             count = self.pending
         self.pending -= count
@@ -56,12 +66,14 @@ class Mbarrier:
             self.machine.wake(group, self)
 
     def passed(self, parity: int) -> bool:
-        """True when the phase of this parity is complete: the current phase has the other parity."""
+        """True when the phase of this parity is complete: the current one has the other."""
         return self.phase & 1 != parity & 1
 
 
 class NamedBarrier:
-    """One of the CTA's barriers (PTX ISA 9.7.13.1): threads arrive, those that sync wait; it resets at the count."""
+    """One of the CTA's barriers (PTX ISA 9.7.13.1): threads arrive, those that sync wait; it resets
+    at the count.
+    """
 
     def __init__(self, machine, cta, number: int):
         self.machine, self.cta, self.number = machine, cta, number
@@ -83,11 +95,14 @@ class NamedBarrier:
         if self.count not in (None, count):
             machine.fault(
                 "barrier", group, ins,
-                f"{self} is used with {count} threads while its current generation counts {self.count}: two"
+                f"{self} is used with {count} threads while its current generation counts"
+                f" {self.count}: two"
                 " protocols share one barrier id",
             )  # fmt: skip
         if any(w is group.warp for w in self.members):
-            machine.fault("barrier", group, ins, f"{group} arrives twice on one generation of {self}")
+            machine.fault(
+                "barrier", group, ins, f"{group} arrives twice on one generation of {self}"
+            )
         self.count = count
         machine.progress += 1
         if machine.on.arrive:
@@ -97,7 +112,12 @@ class NamedBarrier:
         if waits:
             self.waiting.append((group, ins))
         if self.arrived > count:
-            machine.fault("barrier", group, ins, f"{self.arrived} threads arrived on {self}, which counts {count}")
+            machine.fault(
+                "barrier",
+                group,
+                ins,
+                f"{self.arrived} threads arrived on {self}, which counts {count}",
+            )
         if self.arrived < count:
             return False
         self._release()
@@ -117,7 +137,9 @@ class NamedBarrier:
 
 
 class Flag:
-    """A global or shared word that atomics with release and acquire order; ``scope`` names who takes part."""
+    """A global or shared word that atomics with release and acquire order; ``scope`` names who
+    takes part.
+    """
 
     def __init__(self, address: int, scope: str):
         self.address, self.scope = address, scope

@@ -1,4 +1,6 @@
-"""A kernel made ready to run: straight pieces of value closures, each followed by one effect, branch or exit."""
+"""A kernel made ready to run: straight pieces of value closures, each followed by one effect,
+branch or exit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ FALL, EFFECT, BRANCH, EXIT = range(4)
 
 
 class Segment(NamedTuple):
-    """values: closures run(R, m); then ``kind`` says what follows at ``pc`` (the effect, the branch, ...)."""
+    """values: closures run(R, m); then ``kind`` says what follows at ``pc`` (the effect, the
+    branch, ...).
+    """
 
     values: tuple
     kind: int
@@ -70,7 +74,14 @@ class Code:
     def _bound(self, row, ins: Instruction):
         try:
             return row.bind(self.assembler, ins)
-        except (TypeError, KeyError, ValueError, AttributeError, IndexError, AssertionError) as error:
+        except (
+            TypeError,
+            KeyError,
+            ValueError,
+            AttributeError,
+            IndexError,
+            AssertionError,
+        ) as error:
             self.assembler.refuse(ins, f"operands do not fit ({error})")
 
     def segment(self, pc: int) -> Segment:

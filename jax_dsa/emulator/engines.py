@@ -1,7 +1,9 @@
 """Asynchronous work: operations, their order, and who waits for them.
 
-An operation is carried out at some moment between its issue and the point where something waits for it; the schedule
-chooses. Only the orders that the ISA gives are kept: ``chain`` names a pipeline whose operations run in issue order.
+An operation is carried out at some moment between its issue and the point where something waits for
+it; the schedule
+chooses. Only the orders that the ISA gives are kept: ``chain`` names a pipeline whose operations
+run in issue order.
 """
 
 from __future__ import annotations
@@ -11,6 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
+
+
+def bits(lanes: np.ndarray) -> int:
+    """A mask of lanes as an integer."""
+    return int.from_bytes(np.packbits(lanes).tobytes(), "big")
 
 
 class Op:
@@ -26,12 +33,24 @@ class Op:
     """
 
     __slots__ = (
-        "kind", "group", "ins", "lanes", "chain", "tracks", "effect", "blockers", "dependents", "done",
+        "kind", "group", "ins", "lanes", "bits", "chain", "tracks", "effect", "blockers",
+        "dependents", "done",
         "waiters", "sequence", "serial", "cta", "family",
     )  # fmt: skip
 
-    def __init__(self, kind: str, group, ins, lanes, effect: Callable, chain=None, tracks: Iterable[Op] = (), family=""):
+    def __init__(
+        self,
+        kind: str,
+        group,
+        ins,
+        lanes,
+        effect: Callable,
+        chain=None,
+        tracks: Iterable[Op] = (),
+        family="",
+    ):
         self.kind, self.group, self.ins, self.lanes = kind, group, ins, lanes
+        self.bits = bits(lanes)
         self.effect, self.chain, self.tracks = effect, chain, tuple(tracks)
         self.blockers = 0
         self.dependents: list[Op] = []
@@ -58,7 +77,9 @@ class Engines:
         self._serial = itertools.count()
 
     def issue(self, op: Op, after: Iterable[Op] = ()) -> Op:
-        """Starts ``op``; it will not run before the operations in ``after`` and its pipeline's earlier ones."""
+        """Starts ``op``; it will not run before the operations in ``after`` and its pipeline's
+        earlier ones.
+        """
         machine = self.machine
         op.serial = next(self._serial)
         for earlier in self._before(op, after):
@@ -113,9 +134,11 @@ class Engines:
 
 
 class Tracker:
-    """The operations of one family that one warp has started and not yet waited for, with groups per lane.
+    """The operations of one family that one warp has started and not yet waited for, with groups
+    per lane.
 
-    cp.async and bulk copies are waited for by group: ``commit`` closes a lane's group, ``before(lanes, n)`` lists
+    cp.async and bulk copies are waited for by group: ``commit`` closes a lane's group,
+    ``before(lanes, n)`` lists
     what all but the newest n groups of these lanes hold (PTX ISA 9.7.9.25.1, 9.7.9.25.3).
     """
 
@@ -132,7 +155,8 @@ class Tracker:
 
     def of(self, lanes: np.ndarray) -> list[Op]:
         """Every operation of these lanes."""
-        return [op for op in self.ops if (op.lanes & lanes).any()]
+        mine = bits(lanes)
+        return [op for op in self.ops if op.bits & mine]
 
     def before(self, lanes: np.ndarray, newest: int) -> list[Op]:
         """Operations of these lanes in groups other than the newest ``newest`` closed ones."""

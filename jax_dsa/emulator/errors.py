@@ -1,6 +1,7 @@
 """What the emulator raises before anything runs, and when it cannot go on.
 
-Faults of the emulated program (races, deadlocks, addresses out of bounds) are not exceptions: they are data in
+Faults of the emulated program (races, deadlocks, addresses out of bounds) are not exceptions: they
+are data in
 ``report.Report``.
 """
 
@@ -38,4 +39,6 @@ class LaunchError(EmulatorError, ValueError):
 
 
 class StepLimit(EmulatorError):
-    """The run took more steps than ``Settings.step_limit``; the message holds the state of every warp."""
+    """The run took more steps than ``Settings.step_limit``; the message holds the state of every
+    warp.
+    """

@@ -1,6 +1,8 @@
-"""What the machine tells observers. The machine does not know who listens, and pays nothing when nobody does.
+"""What the machine tells observers. The machine does not know who listens, and pays nothing when
+nobody does.
 
-An *agent* is a ``warps.Group`` (lanes of a warp that run together) or an ``engines.Op`` (asynchronous work).
+An *agent* is a ``warps.Group`` (lanes of a warp that run together) or an ``engines.Op``
+(asynchronous work).
 """
 
 from __future__ import annotations
@@ -36,13 +38,14 @@ class Observer:
         """The group learned that this phase of the barrier is complete."""
 
     def relaxed(self, group, flag, writes: bool, ins) -> None:
-        """A relaxed atomic on a flag: an edge only together with fences (kind "memory") around it."""
+        """A relaxed atomic on a flag: an edge only with fences (kind "memory") around it."""
 
     def use(self, agent, barrier, ins) -> None:
         """An mbarrier was used (it must have been initialised before)."""
 
     def wait(self, group, family: str, ops: Sequence, ins, everything: bool) -> None:
-        """The group learned that these operations are complete; ``everything``: all that it started in the family.
+        """The group learned that these operations are complete; ``everything``: all that it started
+        in the family.
 
         Family "bulk.read" means that their sources have been read.
         """
@@ -95,7 +98,9 @@ class Bus:
             listeners = [getattr(o, name) for o in observers if _overrides(o, name)]
             setattr(self, name, _fan_out(listeners))
 
-    def __getattr__(self, name: str) -> Any:  # attributes are set in __init__; this is for type checkers
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # attributes are set in __init__; this is for type checkers
         raise AttributeError(name)
 
 

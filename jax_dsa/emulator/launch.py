@@ -36,7 +36,8 @@ class Program:
 
     Args:
       text: PTX of one module.
-      entries: manifest entries; kernels without one can be launched, with parameters told by size alone.
+      entries: manifest entries; kernels without one can be launched, with parameters told by size
+        alone.
 
     Raises:
       PtxSyntaxError, UnsupportedInstruction: when a kernel is first used.
@@ -48,14 +49,19 @@ class Program:
         self.entries = {e.symbol: e for e in entries}
         for symbol, entry in self.entries.items():
             if symbol not in self.module.kernels:
-                raise LaunchError(f"The manifest names kernel {symbol!r}; the PTX has {list(self.module.kernels)}.")
+                raise LaunchError(
+                    f"The manifest names kernel {symbol!r}; the PTX has"
+                    f" {list(self.module.kernels)}."
+                )
             entry.check_parameters([p.size for p in self.module.kernels[symbol].parameters])
 
     @functools.cache  # noqa: B019  (a program lives as long as its runs)
     def code(self, kernel: str) -> Code:
         """The kernel bound to closures; made once."""
         if kernel not in self.module.kernels:
-            raise LaunchError(f"No kernel {kernel!r} in the PTX; it has {list(self.module.kernels)}.")
+            raise LaunchError(
+                f"No kernel {kernel!r} in the PTX; it has {list(self.module.kernels)}."
+            )
         return Code(self.module.kernels[kernel])
 
 
@@ -66,7 +72,8 @@ class Launch:
     Attributes:
       kernel: symbol of the ``.entry``.
       grid, block: CTAs and threads per dimension.
-      parameters: one value per parameter: Pointer, TensorMap, Structure, int, float, or the bytes themselves.
+      parameters: one value per parameter: Pointer, TensorMap, Structure, int, float, or the bytes
+        themselves.
       dynamic_shared_bytes: per CTA.
       cluster: must be (1, 1, 1).
       entry: the manifest entry, for roles, registers and scalar types.
@@ -96,7 +103,8 @@ class Settings:
       schedule: see ``schedule.Schedule``.
       observers: "all", "none", or names out of "races", "coverage", "timeline".
       outputs: arrays that start unwritten: reading them before a write is reported.
-      concurrent_ctas: how many CTAs are in flight at once; 0: all (kernels that wait on global memory).
+      concurrent_ctas: how many CTAs are in flight at once; 0: all (kernels that wait on global
+        memory).
       step_limit: scheduler steps of one launch before StepLimit is raised.
       lints: also report what is legal but strict code would not do.
     """
@@ -115,7 +123,9 @@ def check(program: Program, launch: Launch, arrays: Mapping[str, np.ndarray]) ->
     _check_shape(launch, code)
     parameters = code.kernel.parameters
     if len(parameters) != len(launch.parameters):
-        raise LaunchError(f"{launch.kernel}: {len(launch.parameters)} parameters given, {len(parameters)} wanted.")
+        raise LaunchError(
+            f"{launch.kernel}: {len(launch.parameters)} parameters given, {len(parameters)} wanted."
+        )
     for i, (parameter, value) in enumerate(zip(parameters, launch.parameters, strict=True)):
         problem = _problem(value, parameter.size, arrays)
         if problem:
@@ -125,24 +135,39 @@ def check(program: Program, launch: Launch, arrays: Mapping[str, np.ndarray]) ->
 def _check_shape(launch: Launch, code: Code) -> None:
     threads = int(np.prod(launch.block))
     if min(launch.grid) < 1 or launch.grid[0] >= 2**31 or max(launch.grid[1:]) > 65535:
-        raise LaunchError(f"{launch.kernel}: grid {launch.grid}; wanted 1..2^31-1, 1..65535, 1..65535.")
+        raise LaunchError(
+            f"{launch.kernel}: grid {launch.grid}; wanted 1..2^31-1, 1..65535, 1..65535."
+        )
     if not 1 <= threads <= 1024:
-        raise LaunchError(f"{launch.kernel}: block {launch.block} has {threads} threads; wanted 1..1024.")
+        raise LaunchError(
+            f"{launch.kernel}: block {launch.block} has {threads} threads; wanted 1..1024."
+        )
     if code.kernel.block not in (None, tuple(launch.block)):
-        raise LaunchError(f"{launch.kernel}: block {launch.block}; the PTX requires {code.kernel.block}.")
+        raise LaunchError(
+            f"{launch.kernel}: block {launch.block}; the PTX requires {code.kernel.block}."
+        )
     if tuple(launch.cluster) != (1, 1, 1):
-        raise LaunchError(f"{launch.kernel}: cluster {launch.cluster}; only (1, 1, 1) is supported.")
+        raise LaunchError(
+            f"{launch.kernel}: cluster {launch.cluster}; only (1, 1, 1) is supported."
+        )
     shared = code.assembler.dynamic_start - memory.SHARED_START + launch.dynamic_shared_bytes
     if shared > memory.SHARED_LIMIT:
-        raise LaunchError(f"{launch.kernel}: {shared} bytes of shared memory; at most {memory.SHARED_LIMIT}.")
+        raise LaunchError(
+            f"{launch.kernel}: {shared} bytes of shared memory; at most {memory.SHARED_LIMIT}."
+        )
 
 
 def _problem(value: Value, size: int, arrays: Mapping[str, np.ndarray]) -> str:
-    pointer = value.globalAddress if isinstance(value, TensorMap) else getattr(value, "pointer", value)
+    pointer = (
+        value.globalAddress if isinstance(value, TensorMap) else getattr(value, "pointer", value)
+    )
     if isinstance(pointer, Pointer) and pointer.array not in arrays:
         return f"array {pointer.array!r} is not among {sorted(arrays)}"
     if isinstance(value, TensorMap):
-        problems = [*value.problems(), *([] if size == 128 else [f"the parameter has {size} bytes, not 128"])]
+        problems = [
+            *value.problems(),
+            *([] if size == 128 else [f"the parameter has {size} bytes, not 128"]),
+        ]
         return "; ".join(problems)
     given = None
     if isinstance(value, bytes | Pointer | Structure):

@@ -1,4 +1,6 @@
-"""The machine: runs the groups and engines of one kernel launch to the end, to a deadlock, or to the step limit."""
+"""The machine: runs the groups and engines of one kernel launch to the end, to a deadlock, or to
+the step limit.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,23 @@ class Machine:
     """One launch.
 
     Attributes:
-      code, launch: what runs; ``memory``: global memory; ``params``: the parameter bytes (memory.Linear).
+      code, launch: what runs; ``memory``: global memory; ``params``: the parameter bytes
+      (memory.Linear).
       maps: tensor maps by generic address.
-      on: the event bus; now: scheduler steps so far; progress: changes whenever somebody could have been unblocked.
+      on: the event bus; now: scheduler steps so far; progress: changes whenever somebody could have
+        been unblocked.
     """
 
-    def __init__(self, code: Code, launch, memory, params, maps, observers, schedule: Schedule, settings):
-        self.code, self.launch, self.memory, self.params, self.maps = code, launch, memory, params, maps
+    def __init__(
+        self, code: Code, launch, memory, params, maps, observers, schedule: Schedule, settings
+    ):
+        self.code, self.launch, self.memory, self.params, self.maps = (
+            code,
+            launch,
+            memory,
+            params,
+            maps,
+        )
         self.settings = settings
         self.shared_bytes = code.assembler.dynamic_start - 1024 + launch.dynamic_shared_bytes
         self.on = Bus(observers)
@@ -39,7 +51,8 @@ class Machine:
         self._waiting_ctas = iter(())
         self._ids = itertools.count()
 
-    # -- life of a launch ---------------------------------------------------------------------------
+    # -- life of a launch
+    # ---------------------------------------------------------------------------
     def run(self) -> None:
         """Runs every CTA; at most ``settings.concurrent_ctas`` at a time."""
         if self.on.launch:
@@ -92,9 +105,10 @@ class Machine:
         self.ctas.remove(cta)
         self._start_cta()
 
-    # -- one turn -----------------------------------------------------------------------------------
+    # -- one turn
+    # -----------------------------------------------------------------------------------
     def _turn(self, group: warps.Group) -> None:
-        if not group.mask.any():
+        if group.bytes == warps.NONE:
             warps.unwind(group)
         elif group.frames or group.parent:
             warps.reconverge(group)
@@ -137,7 +151,7 @@ class Machine:
         guard = self.code.predicates.get(pc)
         if guard is not None:
             active = self._holds(group, guard)
-            if not active.any():
+            if active.tobytes() == warps.NONE:
                 return True
         ins = self.code.kernel.code[pc]
         if self.scheduler.schedule.delays and self.scheduler.hold(group, ins):
@@ -155,9 +169,10 @@ class Machine:
             group.pc = target
             return
         taken = self._holds(group, guard)
-        if not taken.any():
+        lanes = taken.tobytes()
+        if lanes == warps.NONE:
             group.pc = pc + 1
-        elif taken.tobytes() == group.mask.tobytes():
+        elif lanes == group.bytes:
             group.pc = target
         else:
             warps.branch(group, taken, target, pc + 1, meet)
@@ -171,10 +186,11 @@ class Machine:
         group.warp.exited = group.warp.exited | leaving
         group.set_mask(group.mask & ~leaving)
         group.pc = pc + 1
-        if not group.mask.any():
+        if group.bytes == warps.NONE:
             warps.unwind(group)
 
-    # -- waiting ------------------------------------------------------------------------------------
+    # -- waiting
+    # ------------------------------------------------------------------------------------
     def wait(self, group: warps.Group, why: str, on: object) -> str:
         """Marks the group as waiting for ``on``; returns WAIT, for effects to return in turn."""
         group.waiting, group.wait_on = why, on
@@ -183,7 +199,9 @@ class Machine:
         return WAIT
 
     def wake(self, group: warps.Group, on: object, past: bool = False) -> None:
-        """Lets a group that waits for ``on`` go on: it repeats its instruction, or passes it when ``past``."""
+        """Lets a group that waits for ``on`` go on: it repeats its instruction, or passes it when
+        ``past``.
+        """
         if group.waiting is None or group.wait_on is not on:
             return
         group.waiting = group.wait_on = None
@@ -195,7 +213,9 @@ class Machine:
         self.ready.append(group)
 
     def _unstick(self) -> bool:
-        """Nobody can move: let each waiting try_wait fail once. False when that has changed nothing."""
+        """Nobody can move: let each waiting try_wait fail once. False when that has changed
+        nothing.
+        """
         candidates = [g for g in self.spinning.values() if g.fail_at != self.progress]
         for group in candidates:
             group.fail_at = self.progress
@@ -211,11 +231,13 @@ class Machine:
     def _step_limit(self) -> None:
         states = "\n  ".join(g.state() for g in self.groups.values())
         raise StepLimit(
-            f"{self.code.kernel.name} took more than {self.settings.step_limit} steps; raise Settings.step_limit if"
+            f"{self.code.kernel.name} took more than {self.settings.step_limit} steps; raise"
+            f" Settings.step_limit if"
             f" it is not stuck. The state of every warp:\n  {states}"
         )
 
-    # -- reports ------------------------------------------------------------------------------------
+    # -- reports
+    # ------------------------------------------------------------------------------------
     def fault(self, kind: str, agent, ins, text: str) -> None:
         if self.on.fault:
             self.on.fault(kind, agent, ins, text)
@@ -243,12 +265,18 @@ def _special(warp, name: str):
         sizes |= {"clusterid": warp.cta.index, "nclusterid": launch.grid}
         return sizes[base][at] if base in sizes else {"cluster_ctaid": 0, "cluster_nctaid": 1}[base]
     masks = {"eq": lambda i: 1 << i, "lt": lambda i: (1 << i) - 1, "le": lambda i: (2 << i) - 1}
-    masks |= {"gt": lambda i: ~((2 << i) - 1) & 0xFFFFFFFF, "ge": lambda i: ~((1 << i) - 1) & 0xFFFFFFFF}
+    masks |= {
+        "gt": lambda i: ~((2 << i) - 1) & 0xFFFFFFFF,
+        "ge": lambda i: ~((1 << i) - 1) & 0xFFFFFFFF,
+    }
     if base.startswith("lanemask_"):
         return np.array([masks[base[-2:]](i) for i in range(32)], np.uint32)
     fixed = {
-        "laneid": lane, "warpid": warp.index, "nwarpid": len(warp.cta.warps) if hasattr(warp.cta, "warps") else 0,
-        "smid": 0, "cluster_ctarank": 0, "cluster_nctarank": 1, "clock": 0, "clock64": 0, "globaltimer": 0,
-        "dynamic_smem_size": launch.dynamic_shared_bytes, "total_smem_size": warp.machine.shared_bytes,
+        "laneid": lane, "warpid": warp.index, "nwarpid": len(warp.cta.warps) if hasattr(warp.cta,
+        "warps") else 0,
+        "smid": 0, "cluster_ctarank": 0, "cluster_nctarank": 1, "clock": 0, "clock64": 0,
+        "globaltimer": 0,
+        "dynamic_smem_size": launch.dynamic_shared_bytes,
+        "total_smem_size": warp.machine.shared_bytes,
     }  # fmt: skip
     return fixed[base]

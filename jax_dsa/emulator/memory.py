@@ -1,7 +1,10 @@
-"""The memories: global, shared, parameters, tensor memory. Bytes and bounds only; who may touch what is checked elsewhere.
+"""The memories: global, shared, parameters, tensor memory. Bytes and bounds only; who may touch
+what is checked elsewhere.
 
-A *cell* is the granule of race detection: two bytes of linear memory; 16 lanes of one column of tensor memory (an
-M = 64 accumulator occupies half of the lanes of its columns, so whole columns would give false reports).
+A *cell* is the granule of race detection: two bytes of linear memory; 16 lanes of one column of
+tensor memory (an
+M = 64 accumulator occupies half of the lanes of its columns, so whole columns would give false
+reports).
 Unwritten bytes are 0xFF: NaN in every floating type.
 """
 
@@ -22,10 +25,14 @@ POISON = 0xFF
 
 
 class Linear:
-    """Byte-addressed memory with a typed view per element size; ``space`` and ``name`` label reports."""
+    """Byte-addressed memory with a typed view per element size; ``space`` and ``name`` label
+    reports.
+    """
 
     def __init__(self, space: str, name: str, data: np.ndarray, base: int, size: int | None = None):
-        """Args: ``data`` is a multiple of 16 bytes long; the first ``size`` of them (default: all) exist."""
+        """Args: ``data`` is a multiple of 16 bytes long; the first ``size`` of them (default: all)
+        exist.
+        """
         self.space, self.name, self.base = space, name, base
         self.size = data.size if size is None else size
         self.cells = -(-data.size // CELL)
@@ -63,7 +70,9 @@ class GlobalMemory:
     """All arrays of a run, laid out in one heap with unmapped guards between them."""
 
     def __init__(self, arrays: dict[str, np.ndarray], outputs: frozenset[str]):
-        """Args: arrays by name; ``outputs`` start as poison, and reading them before a write is reported."""
+        """Args: arrays by name; ``outputs`` start as poison, and reading them before a write is
+        reported.
+        """
         sizes = [-(-max(a.nbytes, 1) // 256) * 256 + GUARD for a in arrays.values()]
         self.heap = np.full(sum(sizes) + GUARD, POISON, np.uint8)
         self.buffers: dict[str, Linear] = {}
@@ -75,13 +84,17 @@ class GlobalMemory:
         self._starts = [b.base for b in ordered]
         self._ordered = ordered
         self.flags: dict = {}
-        self.fenced = False  # some thread has executed a memory fence: relaxed atomics may make edges
+        self.fenced = (
+            False  # some thread has executed a memory fence: relaxed atomics may make edges
+        )
 
     def _place(self, name: str, array: np.ndarray, offset: int, initialised: bool) -> Linear:
         window = self.heap[offset : offset + -(-max(array.nbytes, 1) // 16) * 16]
         if initialised:
             window[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        buffer = Linear("global", f"global array {name!r}", window, GLOBAL_BASE + offset, array.nbytes)
+        buffer = Linear(
+            "global", f"global array {name!r}", window, GLOBAL_BASE + offset, array.nbytes
+        )
         buffer.initialised = initialised
         return buffer
 
@@ -99,11 +112,15 @@ class GlobalMemory:
         if not self._ordered:
             return "no array is mapped"
         buffer = self._ordered[i]
-        return f"{address - buffer.base} bytes after the start of {buffer.name} ({buffer.size} bytes)"
+        return (
+            f"{address - buffer.base} bytes after the start of {buffer.name} ({buffer.size} bytes)"
+        )
 
 
 class TensorMemory:
-    """128 lanes x 512 columns x 32 bit of one CTA, with the allocation of columns (PTX ISA 9.7.16.1)."""
+    """128 lanes x 512 columns x 32 bit of one CTA, with the allocation of columns (PTX ISA
+    9.7.16.1).
+    """
 
     LANES, COLUMNS, GROUP = 128, 512, 16
     space = "tensor"
@@ -132,7 +149,7 @@ class TensorMemory:
         self.allocated[base : base + columns] = False
 
     def cells_of(self, lanes: range, column: int, columns: int) -> np.ndarray:
-        """Cells of ``columns`` columns from ``column`` in the 16-lane groups that ``lanes`` touch."""
+        """Cells of ``columns`` columns from ``column``, in the 16-lane groups of ``lanes``."""
         groups = np.arange(lanes.start // self.GROUP, (lanes.stop - 1) // self.GROUP + 1)
         return (groups[:, None] * self.COLUMNS + np.arange(column, column + columns)).ravel()
 
@@ -145,7 +162,9 @@ class TensorMemory:
 
 def is_contiguous(offsets: np.ndarray, size: int) -> bool:
     """True when ascending ``offsets`` are ``size`` apart."""
-    return bool(offsets[-1] - offsets[0] == size * (offsets.size - 1) and (np.diff(offsets) == size).all())
+    return bool(
+        offsets[-1] - offsets[0] == size * (offsets.size - 1) and (np.diff(offsets) == size).all()
+    )
 
 
 def cells_of_bytes(offsets: np.ndarray, size: int) -> np.ndarray:

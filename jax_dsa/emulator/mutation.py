@@ -1,8 +1,11 @@
 """Mutation: take each ordering element out of a kernel in turn, run, and tell what notices.
 
-A mutant that nobody notices is *silent*. Its proof is computed in the same run: the happens-before check has compared
-every conflicting pair of accesses and found it ordered, and for each time the element was skipped the witness records
-through which later (or earlier) synchronisation the thread learned what the element would have told it.
+A mutant that nobody notices is *silent*. Its proof is computed in the same run: the happens-before
+check has compared
+every conflicting pair of accesses and found it ordered, and for each time the element was skipped
+the witness records
+through which later (or earlier) synchronisation the thread learned what the element would have told
+it.
 """
 
 from __future__ import annotations
@@ -15,15 +18,19 @@ import numpy as np
 
 from jax_dsa.emulator.barriers import Mbarrier
 from jax_dsa.emulator.code import Code
+from jax_dsa.emulator.errors import StepLimit
 from jax_dsa.emulator.isa.addressing import addresses, lane_numbers
+from jax_dsa.emulator.isa.table import find
 from jax_dsa.emulator.observers.clocks import TRAVELS, Clock
 from jax_dsa.emulator.observers.races import Races
 from jax_dsa.emulator.ptx.syntax import Instruction
 from jax_dsa.emulator.report import Report, Site
 
 ORDERING = (
-    "bar.", "barrier.", "mbarrier.arrive", "mbarrier.try_wait", "mbarrier.test_wait", "mbarrier.init", "fence.",
-    "tcgen05.fence", "tcgen05.wait", "tcgen05.commit", "cp.async.wait", "cp.async.bulk.wait", "cp.async.mbarrier",
+    "bar.", "barrier.", "mbarrier.arrive", "mbarrier.try_wait", "mbarrier.test_wait",
+    "mbarrier.init", "fence.",
+    "tcgen05.fence", "tcgen05.wait", "tcgen05.commit", "cp.async.wait", "cp.async.bulk.wait",
+    "cp.async.mbarrier",
 )  # fmt: skip
 WAITS = ("mbarrier.try_wait", "mbarrier.test_wait")
 NO_EFFECT_HERE = ("fence.mbarrier_init",)  # orders clusters of several CTAs
@@ -31,7 +38,9 @@ NO_EFFECT_HERE = ("fence.mbarrier_init",)  # orders clusters of several CTAs
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """An instruction taken out ("delete") or weakened ("weaken": a wait_group that waits for one group less)."""
+    """An instruction taken out ("delete") or weakened ("weaken": a wait_group that waits for one
+    group less).
+    """
 
     ins: Instruction
     change: str
@@ -42,7 +51,9 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What noticed a mutant: "race", "deadlock", "fault", "wrong result", "not executed", or "silent" with its proof."""
+    """What noticed a mutant: "race", "deadlock", "hang", "fault", "wrong result", "not executed",
+    or "silent" with proof.
+    """
 
     mutant: Mutant
     caught: str
@@ -50,7 +61,7 @@ class Outcome:
 
     @property
     def noticed(self) -> bool:
-        return self.caught not in ("silent", "not executed", "unproven")
+        return self.caught not in ("silent", "not executed")
 
 
 def mutants(code: Code) -> list[Mutant]:
@@ -66,13 +77,15 @@ def mutants(code: Code) -> list[Mutant]:
 
 
 def apply(code: Code, mutant: Mutant) -> tuple[Code, list[int]]:
-    """A copy of ``code`` with the mutant's instruction changed, and a counter of how often it was reached."""
+    """A copy of ``code`` with the mutant's instruction changed, and a counter of how often it was
+    reached.
+    """
     changed, count = copy.copy(code), [0]
     ins = mutant.ins
     if mutant.change == "weaken":
         more = dataclasses.replace(ins.operands[0], value=ins.operands[0].value + 1)
         weaker = dataclasses.replace(ins, operands=(more,))
-        closure = code._bound(code_row(weaker), weaker)
+        closure = find(weaker).bind(code.assembler, weaker)
     else:
         closure = _skip(code, ins)
 
@@ -82,12 +95,6 @@ def apply(code: Code, mutant: Mutant) -> tuple[Code, list[int]]:
 
     changed.effects = {**code.effects, ins.pc: counted}
     return changed, count
-
-
-def code_row(ins: Instruction):
-    from jax_dsa.emulator.isa.table import find
-
-    return find(ins)
 
 
 def _skip(code: Code, ins: Instruction) -> Callable:
@@ -105,12 +112,14 @@ def _skip(code: Code, ins: Instruction) -> Callable:
 
 
 class Witness(Races):
-    """Races that also follows what a skipped wait or fence would have taught, until it is learned another way."""
+    """Races that also follows what a skipped wait or fence would have taught, until it is learned
+    another way.
+    """
 
     def __init__(self) -> None:
         super().__init__(lints=False)
         self.owed: list[tuple] = []
-        self.lines: set[int] = set()
+        self.through: set[int] = set()
         self.pairs = 0
         self.open = 0
 
@@ -119,7 +128,9 @@ class Witness(Races):
         self.code = machine.code
 
     def skip(self, group, ins: Instruction, active) -> None:
-        """Notes the debt: a function that gives the rows the group should know, or None while that is not settled."""
+        """Notes the debt: a function that gives the rows the group should know, or None while that
+        is not settled.
+        """
         debt = self._debt(group, ins, active)
         if debt is not None:
             self.owed.append((group, debt))
@@ -171,7 +182,7 @@ class Witness(Races):
         for owner, debt in self.owed:
             rows = debt() if owner.warp is group.warp else None
             if rows is not None and _covers(self._of(group), rows):
-                self.lines.add(ins.line)
+                self.through.add(ins.line)
             else:
                 left.append((owner, debt))
         self.owed = left
@@ -202,11 +213,14 @@ class Witness(Races):
     def proof(self, site: Instruction) -> str:
         """The proof of a silent mutant, in words."""
         text = f"all conflicting pairs among {self.pairs} accesses stay ordered"
-        through = sorted(self.lines - {site.line})
-        if site.line in self.lines:
+        through = sorted(self.through - {site.line})
+        if site.line in self.through:
             text += "; what it tells is known already when it is reached"
         if through:
-            text += f"; what it tells is learned at line{'s' if len(through) > 1 else ''} {', '.join(map(str, through))}"
+            text += (
+                f"; what it tells is learned at line{'s' if len(through) > 1 else ''}"
+                f" {', '.join(map(str, through))}"
+            )
         if self.open:
             text += f"; {self.open} times nothing that follows depends on it"
         return text
@@ -226,7 +240,7 @@ def _covers(clock: Clock, rows: np.ndarray) -> bool:
 
 
 def judge(mutant: Mutant, count: int, report: Report, wrong: str, witness: Witness) -> Outcome:
-    """Turns one mutant's run into an outcome; ``wrong`` says what is wrong with the results, or ""."""
+    """Turns one mutant's run into an outcome; ``wrong`` says which results are wrong, or ""."""
     if count == 0:
         return Outcome(mutant, "not executed", "this configuration does not reach it")
     if report.races:
@@ -244,23 +258,35 @@ def _pairs(report: Report) -> str:
     def name(site: Site) -> str:
         return f"{site.line} ({site.role or site.warp})"
 
-    pairs = [f"{r.kinds[0]} {name(r.first)} / {r.kinds[1]} {name(r.second)}" for r in report.races[:3]]
-    return f"{len(report.races)} pairs in {', '.join(sorted({r.space for r in report.races}))}: " + "; ".join(pairs)
+    pairs = [
+        f"{r.kinds[0]} {name(r.first)} / {r.kinds[1]} {name(r.second)}" for r in report.races[:3]
+    ]
+    return (
+        f"{len(report.races)} pairs in {', '.join(sorted({r.space for r in report.races}))}: "
+        + "; ".join(pairs)
+    )
 
 
 def survey(
-    code: Code, execute: Callable[[Code, Witness], tuple[Report, str]], chosen: list[Mutant] | None = None
+    code: Code,
+    execute: Callable[[Code, Witness], tuple[Report, str]],
+    chosen: list[Mutant] | None = None,
 ) -> Iterator[Outcome]:
     """Runs every mutant.
 
     Args:
       code: the kernel.
-      execute: runs a mutated Code with the given extra observer; returns the report and what is wrong with the
+      execute: runs a mutated Code with the given extra observer; returns the report and what is
+        wrong with the
         results ("" when they are right).
       chosen: mutants to run; default: all.
     """
     for mutant in chosen if chosen is not None else mutants(code):
         changed, count = apply(code, mutant)
         witness = Witness()
-        report, wrong = execute(changed, witness)
+        try:
+            report, wrong = execute(changed, witness)
+        except StepLimit:
+            yield Outcome(mutant, "hang", "step limit")
+            continue
         yield judge(mutant, count[0], report, wrong, witness)

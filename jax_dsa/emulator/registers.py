@@ -1,7 +1,9 @@
 """Register files: one array row of 32 lanes per PTX register, seen through typed views.
 
-The instruction table works on typed vectors, PTX registers are bits. A *view* is a pair (register, type); the
-assembler numbers the views that a kernel uses, and a warp's ``RegisterFile`` makes each NumPy view on first use.
+The instruction table works on typed vectors, PTX registers are bits. A *view* is a pair (register,
+type); the
+assembler numbers the views that a kernel uses, and a warp's ``RegisterFile`` makes each NumPy view
+on first use.
 Constants are views as well, shared by all warps, so that every source operand is read the same way.
 """
 
@@ -17,7 +19,11 @@ DTYPES = {
     "f32": np.float32,
     "f64": np.float64,
     "bf16": np.uint16,
-} | {f"{k}{n}": np.dtype(f"{'i' if k == 's' else 'u'}{n // 8}") for k in "bus" for n in (8, 16, 32, 64)}
+} | {
+    f"{k}{n}": np.dtype(f"{'i' if k == 's' else 'u'}{n // 8}")
+    for k in "bus"
+    for n in (8, 16, 32, 64)
+}
 PACKED = {"f32x2": np.float32, "f16x2": np.float16, "bf16x2": np.uint16}
 _POISON = {np.dtype(np.bool_): True}
 
@@ -38,7 +44,9 @@ class Layout:
         self.constants: dict[int, np.ndarray] = {}
 
     def view(self, register: str, type_: str, part: int | None = None) -> int:
-        """Number of the view of ``register`` as ``type_``; ``part`` picks one of several smaller pieces."""
+        """Number of the view of ``register`` as ``type_``; ``part`` picks one of several smaller
+        pieces.
+        """
         key = (register, type_, part)
         if key not in self.numbers:
             self._row(register)
@@ -60,7 +68,9 @@ class Layout:
     def _row(self, register: str) -> None:
         if register not in self.rows:
             bits = BITS[self.types[register]]
-            storage = np.dtype(np.bool_) if self.types[register] == "pred" else np.dtype(f"u{bits // 8}")
+            storage = (
+                np.dtype(np.bool_) if self.types[register] == "pred" else np.dtype(f"u{bits // 8}")
+            )
             row = self.counts.get(storage, 0)
             self.rows[register] = (storage, row)
             self.counts[storage] = row + 1
@@ -72,15 +82,23 @@ class RegisterFile(dict):
     def __init__(self, layout: Layout):
         super().__init__(layout.constants)
         self.layout = layout
+        self.typed: dict[tuple, np.ndarray] = {}
         self.storage = {
-            dtype: np.full((count, LANES), _POISON.get(dtype, np.iinfo(dtype).max if dtype.kind == "u" else 0), dtype)
+            dtype: np.full(
+                (count, LANES),
+                _POISON.get(dtype, np.iinfo(dtype).max if dtype.kind == "u" else 0),
+                dtype,
+            )
             for dtype, count in layout.counts.items()
         }
 
     def __missing__(self, number: int) -> np.ndarray:
         register, dtype, packed, part = self.layout.views[number]
         storage, row = self.layout.rows[register]
-        bits = self.storage[storage][row].view(dtype)
+        typed = self.typed.get((storage, dtype))
+        if typed is None:
+            typed = self.typed[storage, dtype] = self.storage[storage].view(dtype)
+        bits = typed[row]
         if packed:
             bits = bits.reshape(LANES, -1)
         elif bits.size > LANES:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Who did it: instruction text and PTX line, warp and role, CTA; ``engine`` names asynchronous work."""
+    """Who did it: instruction text and PTX line, warp and role, CTA; ``engine`` names asynchronous
+    work.
+    """
 
     line: int
     text: str
@@ -20,7 +23,9 @@ class Site:
         """The site of an agent of events.py at an instruction."""
         group = getattr(agent, "group", agent)
         warp = group.warp
-        return cls(ins.line, ins.text, warp.index, warp.role, str(warp.cta), getattr(agent, "kind", ""))
+        return cls(
+            ins.line, ins.text, warp.index, warp.role, str(warp.cta), getattr(agent, "kind", "")
+        )
 
     def __str__(self) -> str:
         who = f"warp {self.warp}" + (f" ({self.role})" if self.role else "")
@@ -34,7 +39,8 @@ class Race:
     Attributes:
       space: "shared", "tensor" or "global"; where: bytes or columns, in words.
       cells: the cell numbers; kinds: e.g. ("read", "write"), in the order in which they ran here.
-      first, second: the two sites; missing: which edge is missing, in words; count: how often this pair was seen.
+      first, second: the two sites; missing: which edge is missing, in words; count: how often this
+      pair was seen.
     """
 
     space: str
@@ -48,7 +54,8 @@ class Race:
 
     def __str__(self) -> str:
         return (
-            f"{self.kinds[0]} then {self.kinds[1]} of {self.where}\n    {self.first}\n    {self.second}\n    {self.missing}"
+            f"{self.kinds[0]} then {self.kinds[1]} of {self.where}\n    {self.first}\n   "
+            f" {self.second}\n    {self.missing}"
         )
 
 
@@ -56,7 +63,8 @@ class Race:
 class Fault:
     """An error by itself.
 
-    kind: "out of bounds", "misaligned", "uninitialised", "tensor memory", "tensor core", "barrier", "warp",
+    kind: "out of bounds", "misaligned", "uninitialised", "tensor memory", "tensor core", "barrier",
+      "warp",
     "async at exit".
     """
 
@@ -74,7 +82,8 @@ class Report:
     """The findings of one run; empty tuples mean that nothing was found.
 
     Attributes:
-      races, faults, lints: see the classes; deadlocks: one text per launch that hung, naming who waits on what.
+      races, faults, lints: see the classes; deadlocks: one text per launch that hung, naming who
+      waits on what.
       coverage: kernel -> PTX lines that were never executed.
       steps: scheduler steps; timeline: events for ``timeline.chrome_trace``.
     """

@@ -46,7 +46,9 @@ def run(
     launches = [launch] if isinstance(launch, Launch) else list(launch)
     unknown = settings.outputs - arrays.keys()
     if unknown:
-        raise LaunchError(f"Settings.outputs names {sorted(unknown)}, which are not among {sorted(arrays)}.")
+        raise LaunchError(
+            f"Settings.outputs names {sorted(unknown)}, which are not among {sorted(arrays)}."
+        )
     for each in launches:
         check(program, each, arrays)
     heap = GlobalMemory(dict(arrays), settings.outputs)

@@ -1,7 +1,9 @@
 """Which agent moves next: one cooperative scheduler, seeded, replayable.
 
-Asynchronous engines ("engines" below) run in turn with the warps, at once, as late as possible, or at random; warps
-run in turn or at random; named warps can be held before named instructions, as a sleep in their code would do.
+Asynchronous engines ("engines" below) run in turn with the warps, at once, as late as possible, or
+at random; warps
+run in turn or at random; named warps can be held before named instructions, as a sleep in their
+code would do.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ class Delay:
     """Holds a warp before an instruction.
 
     Attributes:
-      lines: PTX lines of the instructions; empty: every instruction whose opcode starts with ``opcode``.
+      lines: PTX lines of the instructions; empty: every instruction whose opcode starts with
+        ``opcode``.
       opcode: opcode prefix, used when ``lines`` is empty.
       warps: warp indices that are held; empty: all.
       steps: for how many scheduler steps; None: until nobody else can move.
@@ -33,7 +36,11 @@ class Delay:
     def applies(self, group, ins) -> bool:
         if self.warps and group.warp.index not in self.warps:
             return False
-        return ins.line in self.lines if self.lines else bool(self.opcode) and ins.opcode.startswith(self.opcode)
+        return (
+            ins.line in self.lines
+            if self.lines
+            else bool(self.opcode) and ins.opcode.startswith(self.opcode)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +49,11 @@ class Schedule:
 
     Attributes:
       warps: "turn" or "random".
-      engines: "turn", "eager" (work is done the moment it is issued), "lazy" (only when no warp can move), "random".
+      engines: "turn", "eager" (work is done the moment it is issued), "lazy" (only when no warp can
+        move), "random".
       seed: for "random" and for ``spurious``.
-      spurious: probability that a ``mbarrier.try_wait`` that would have to wait fails instead (the ISA allows it).
+      spurious: probability that a ``mbarrier.try_wait`` that would have to wait fails instead (the
+        ISA allows it).
       leader: which active lane ``elect.sync`` picks: "first" or "last".
       quantum: straight pieces of code that a warp runs before the next agent's turn.
       delays: warps held at instructions.
@@ -90,7 +99,9 @@ class Scheduler:
         return self.ready.popleft() if self.ready else self._last_resort()
 
     def _random(self, ops: deque):
-        count = len(self.ready) + (len(ops) if self.schedule.engines == "random" or not self.ready else 0)
+        count = len(self.ready) + (
+            len(ops) if self.schedule.engines == "random" or not self.ready else 0
+        )
         if not count:
             return self._last_resort()
         pick = int(self.random.integers(count))

@@ -1,4 +1,6 @@
-"""Tensor maps as data, under the field names of ``cuTensorMapEncodeTiled``, and the addresses of their boxes."""
+"""Tensor maps as data, under the field names of ``cuTensorMapEncodeTiled``, and the addresses of
+their boxes.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,18 @@ class TensorMap:
             found.append(f"globalStrides {tuple(self.globalStrides)} must be multiples of 16 bytes")
         if any(not 1 <= b <= 256 for b in self.boxDim):
             found.append(f"boxDim {tuple(self.boxDim)} must lie in 1..256")
-        if self.interleave != "NONE" or self.oobFill != "NONE" or any(e != 1 for e in self.elementStrides):
+        if (
+            self.interleave != "NONE"
+            or self.oobFill != "NONE"
+            or any(e != 1 for e in self.elementStrides)
+        ):
             found.append("only interleave NONE, oobFill NONE and elementStrides 1 are supported")
         if self.swizzle not in SWIZZLE_BITS:
             found.append(f"swizzle {self.swizzle!r} is not one of {sorted(SWIZZLE_BITS)}")
         elif self.swizzle != "NONE" and self.boxDim[0] * size > 16 << SWIZZLE_BITS[self.swizzle]:
-            found.append(f"boxDim[0] is {self.boxDim[0] * size} bytes, more than the {self.swizzle} span")
+            found.append(
+                f"boxDim[0] is {self.boxDim[0] * size} bytes, more than the {self.swizzle} span"
+            )
         return found
 
     @property
@@ -81,7 +89,8 @@ class TensorMap:
         return int(np.prod(self.boxDim)) * self.element_bytes
 
     def rows(self, coordinates: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Tile mode: byte offset of each box row (innermost dimension) and whether the row is inside.
+        """Tile mode: byte offset of each box row (innermost dimension) and whether the row is
+        inside.
 
         Rows come in the order in which they are stored; the innermost coordinate is not applied.
         """
@@ -94,16 +103,20 @@ class TensorMap:
         return offsets, inside
 
     def gathered_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """gather4/scatter4 mode (rank 2, PTX ISA 5.5.4): the rows that the four coordinates name."""
+        """gather4/scatter4 mode (rank 2, PTX ISA 5.5.4): the rows that four coordinates name."""
         return rows * self.globalStrides[0], (rows >= 0) & (rows < self.globalDim[1])
 
     def columns(self, start: int) -> tuple[int, int]:
-        """How many elements of a box row starting at ``start`` lie before, and up to where inside the tensor."""
+        """How many elements of a box row starting at ``start`` lie before, and up to where inside
+        the tensor.
+        """
         low = min(max(-start, 0), self.boxDim[0])
         high = max(min(self.globalDim[0] - start, self.boxDim[0]), low)
         return low, high
 
 
 def swizzle(address: np.ndarray, bits: int) -> np.ndarray:
-    """XORs address bits 4.. with bits 7.. (``bits`` of them; PTX ISA 5.5.7) of absolute shared-memory addresses."""
+    """XORs address bits 4.. with bits 7.. (``bits`` of them; PTX ISA 5.5.7) of absolute
+    shared-memory addresses.
+    """
     return address ^ (((address >> 7) & ((1 << bits) - 1)) << 4)

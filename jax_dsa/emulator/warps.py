@@ -1,7 +1,9 @@
 """CTAs, warps, and groups: lanes of a warp that run together.
 
-Lanes that part at a branch run on as groups of their own and meet at the branch's immediate post-dominator. Where one
-side has nothing to do (it waits at the meeting point), the other side stays in the same group with fewer lanes.
+Lanes that part at a branch run on as groups of their own and meet at the branch's immediate
+post-dominator. Where one
+side has nothing to do (it waits at the meeting point), the other side stays in the same group with
+fewer lanes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from jax_dsa.emulator.barriers import Mbarrier, NamedBarrier, RegisterPool
 from jax_dsa.emulator.engines import Tracker
 from jax_dsa.emulator.memory import SharedMemory, TensorMemory
 from jax_dsa.emulator.registers import LANES, RegisterFile
+
+NONE, EVERY = bytes(LANES), b"\x01" * LANES
 
 
 @dataclasses.dataclass
@@ -29,11 +33,14 @@ class Group:
     """Lanes of one warp at one pc. ``where`` is True when all 32 run, else their mask."""
 
     __slots__ = (
-        "machine", "cta", "warp", "R", "mask", "where", "pc", "frames", "parent", "meet", "waiting", "wait_on", "fail",
+        "machine", "cta", "warp", "R", "mask", "bytes", "where", "pc", "frames", "parent", "meet",
+        "waiting", "wait_on", "fail",
         "fail_at", "delayed_at", "serial",
     )  # fmt: skip
 
-    def __init__(self, warp: Warp, mask: np.ndarray, pc: int, parent: Group | None = None, meet: int = -1):
+    def __init__(
+        self, warp: Warp, mask: np.ndarray, pc: int, parent: Group | None = None, meet: int = -1
+    ):
         self.machine, self.cta, self.warp, self.R = warp.machine, warp.cta, warp, warp.registers
         self.frames: list[Frame] = []
         self.parent, self.meet = parent, meet
@@ -47,7 +54,8 @@ class Group:
 
     def set_mask(self, mask: np.ndarray) -> None:
         self.mask = mask
-        self.where = True if mask.all() else mask
+        self.bytes = mask.tobytes()  # comparing bytes is several times faster than any() and all()
+        self.where = True if self.bytes == EVERY else mask
 
     def __str__(self) -> str:
         return str(self.warp)
@@ -137,7 +145,9 @@ def branch(group: Group, taken: np.ndarray, target: int, following: int, meet: i
 
 
 def reconverge(group: Group) -> bool:
-    """Called at block starts: lets lanes meet. False when the group is over or has to wait for others."""
+    """Called at block starts: lets lanes meet. False when the group is over or has to wait for
+    others.
+    """
     while group.frames and group.pc == group.frames[-1].meet:
         if not _pop(group):
             return False
@@ -160,7 +170,7 @@ def unwind(group: Group) -> None:
         group.pc = group.frames[-1].meet
         if not _pop(group):
             return
-        if group.mask.any():
+        if group.bytes != NONE:
             return
     _finish(group)
 

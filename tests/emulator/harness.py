@@ -17,11 +17,16 @@ REGISTERS = """
 
 
 def text(body: str, arrays=(), shared: int = 0) -> str:
-    """PTX of kernel ``test``: one pointer parameter per array, loaded into ``%<name>``; shared bytes at ``smem``."""
+    """PTX of kernel ``test``: one pointer parameter per array, loaded into ``%<name>``; shared
+    bytes at ``smem``.
+    """
     parameters = ", ".join(f".param .u64 p_{name}" for name in arrays)
     loads = "".join(f"    .reg .b64 %{n};\n    ld.param.u64 %{n}, [p_{n}];\n" for n in arrays)
     variable = f"    .shared .align 1024 .b8 smem[{shared}];\n" if shared else ""
-    return f"{HEADER}.visible .entry test({parameters})\n{{{REGISTERS}{variable}{loads}{body}\n    ret;\n}}\n"
+    return (
+        f"{HEADER}.visible .entry"
+        f" test({parameters})\n{{{REGISTERS}{variable}{loads}{body}\n    ret;\n}}\n"
+    )
 
 
 def execute(body, arrays=None, shared=0, threads=32, grid=1, outputs=(), **settings):

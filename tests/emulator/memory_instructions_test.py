@@ -1,12 +1,14 @@
-"""Instruction tests of effect rows that move data: loads, stores, atomics, shuffles, matrices, copies."""
+"""Instruction tests of effect rows that move data: loads, stores, atomics, shuffles, matrices,
+copies.
+"""
 
+import harness
 import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
+from harness import SCHEDULES, THREAD, execute, lanes
 
 from jax_dsa.emulator import Launch, Pointer, Program, Settings, TensorMap, run
-import harness
-from harness import SCHEDULES, THREAD, execute, lanes
 
 
 def out(*shape, dtype=np.uint32) -> np.ndarray:
@@ -14,7 +16,9 @@ def out(*shape, dtype=np.uint32) -> np.ndarray:
 
 
 class LoadStoreTest(parameterized.TestCase):
-    @parameterized.parameters((1, "", "%r4"), (2, ".v2", "{%r4, %r5}"), (4, ".v4", "{%r4, %r5, %r6, %r7}"))
+    @parameterized.parameters(
+        (1, "", "%r4"), (2, ".v2", "{%r4, %r5}"), (4, ".v4", "{%r4, %r5, %r6, %r7}")
+    )
     def test_vectors_of_global_memory(self, count, vector, registers):
         a = np.arange(32 * count, dtype=np.uint32) * 3 + 1
         body = f"""{THREAD}
@@ -27,7 +31,9 @@ class LoadStoreTest(parameterized.TestCase):
         self.assertTrue(report.clean, report)
         np.testing.assert_array_equal(arrays["b"], a)
 
-    @parameterized.parameters(("u8", np.uint8), ("s8", np.int8), ("u16", np.uint16), ("s16", np.int16))
+    @parameterized.parameters(
+        ("u8", np.uint8), ("s8", np.int8), ("u16", np.uint16), ("s16", np.int16)
+    )
     def test_narrow_loads_extend(self, type_, dtype):
         size = np.dtype(dtype).itemsize
         a = np.array([0, 1, 0x7F, 0x80, 0xFF, 0x8000] * 6, np.int64)[:32].astype(dtype)
@@ -195,7 +201,9 @@ class WarpTest(parameterized.TestCase):
         arrays, report = execute(body, {"a": out(128), "b": out()}, shared=512)
         self.assertTrue(report.clean, report)
         stored = arrays["a"].view(np.uint16).reshape(4, 8, 8)
-        fragment = np.arange(64).reshape(8, 8)  # element (t / 4, 2 (t % 4) + j) holds 2t + j (+ 64 per matrix)
+        fragment = np.arange(64).reshape(
+            8, 8
+        )  # element (t / 4, 2 (t % 4) + j) holds 2t + j (+ 64 per matrix)
         for i in range(4):
             expected = fragment + 64 * i
             np.testing.assert_array_equal(stored[i], expected.T if trans else expected)
@@ -211,14 +219,16 @@ class CopiesTest(parameterized.TestCase):
             add.s32 %r5, %r3, %r4;
             mul.wide.u32 %d1, %r0, {size};
             add.s64 %d2, %a, %d1;
-            cp.async.{'cg' if size == 16 else 'ca'}.shared.global [%r5], [%d2], {size};
+            cp.async.{"cg" if size == 16 else "ca"}.shared.global [%r5], [%d2], {size};
             cp.async.commit_group;
             cp.async.wait_group 0;
             ld.shared.b32 %r6, [%r5];
             add.s64 %d3, %b, %d0;
             st.global.b32 [%d3], %r6;"""
         a = np.arange(32 * size // 4, dtype=np.uint32)
-        arrays, report = execute(body, {"a": a, "b": out()}, shared=512, schedule=SCHEDULES[schedule])
+        arrays, report = execute(
+            body, {"a": a, "b": out()}, shared=512, schedule=SCHEDULES[schedule]
+        )
         self.assertTrue(report.clean, report)
         np.testing.assert_array_equal(arrays["b"], a[:: size // 4])
 
@@ -251,7 +261,8 @@ class CopiesTest(parameterized.TestCase):
             @%p0 bra WAIT;
             mbarrier.init.shared.b64 [%r3], 1;
             mbarrier.arrive.expect_tx.shared.b64 _, [%r3], 128;
-            cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r3+128], [%a], 128, [%r3];
+            cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes
+                [%r3+128], [%a], 128, [%r3];
         TRY:
             mbarrier.try_wait.parity.shared.b64 %p1, [%r3], 0;
             @!%p1 bra TRY;
@@ -267,9 +278,14 @@ class CopiesTest(parameterized.TestCase):
 
 def tensor_kernel(body: str, maps: int) -> str:
     parameters = ", ".join(f".param .align 64 .b8 m{i}[128]" for i in range(maps))
-    loads = "".join(f"mov.b64 %d{20 + i}, m{i}; cvta.param.u64 %d{20 + i}, %d{20 + i};\n" for i in range(maps))
+    loads = "".join(
+        f"mov.b64 %d{20 + i}, m{i}; cvta.param.u64 %d{20 + i}, %d{20 + i};\n" for i in range(maps)
+    )
     variable = ".shared .align 1024 .b8 smem[16384];\n"
-    return f"{harness.HEADER}.visible .entry test({parameters})\n{{{harness.REGISTERS}{variable}{loads}{body}ret;\n}}\n"
+    return (
+        f"{harness.HEADER}.visible .entry"
+        f" test({parameters})\n{{{harness.REGISTERS}{variable}{loads}{body}ret;\n}}\n"
+    )
 
 
 class TensorCopyTest(parameterized.TestCase):
@@ -299,7 +315,9 @@ class TensorCopyTest(parameterized.TestCase):
 
     @parameterized.product(swizzle=("NONE", "128B", "64B", "32B"), schedule=("eager", "lazy"))
     def test_box_with_a_corner_outside(self, swizzle, schedule):
-        """Load with one swizzle, store without: the bytes land where the swizzle says; outside reads 0."""
+        """Load with one swizzle, store without: the bytes land where the swizzle says; outside
+        reads 0.
+        """
         width = {"NONE": 64, "128B": 64, "64B": 32, "32B": 16}[swizzle]
         a = np.arange(20 * 80, dtype=np.uint16).reshape(20, 80)
         b = np.zeros((16, width), np.uint16)
@@ -307,7 +325,10 @@ class TensorCopyTest(parameterized.TestCase):
             TensorMap("UINT16", Pointer("a"), (80, 20), (160,), (width, 16), swizzle=swizzle),
             TensorMap("UINT16", Pointer("b"), (width, 16), (2 * width,), (width, 16)),
         ]
-        load = "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r3], [%d20, {40, 10}], [%r3+8192];"
+        load = (
+            "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+            " [%r3], [%d20, {40, 10}], [%r3+8192];"
+        )
         store = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d21, {0, 0}], [%r3];"
         body = self.LOAD.format(bytes=32 * width, load=load, store=store)
         result = self.run_copy(body, maps, {"a": a, "b": b}, schedule)["b"]
@@ -322,7 +343,10 @@ class TensorCopyTest(parameterized.TestCase):
             TensorMap("UINT16", Pointer("a"), (64, 16), (128,), (64, 1), swizzle="128B"),
             TensorMap("UINT16", Pointer("b"), (64, 4), (128,), (64, 4), swizzle="128B"),
         ]
-        load = "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [%r3], [%d20, {0, 9, 2, -1, 15}], [%r3+8192];"
+        load = (
+            "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes"
+            " [%r3], [%d20, {0, 9, 2, -1, 15}], [%r3+8192];"
+        )
         store = "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d21, {0, 0}], [%r3];"
         body = self.LOAD.format(bytes=512, load=load, store=store)
         result = self.run_copy(body, maps, {"a": a, "b": np.zeros((4, 64), np.uint16)})["b"]
@@ -334,8 +358,14 @@ class TensorCopyTest(parameterized.TestCase):
             TensorMap("FLOAT32", Pointer("a"), (32, 4), (128,), (32, 4)),
             TensorMap("FLOAT32", Pointer("b"), (32, 6), (128,), (32, 4)),
         ]
-        load = "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r3], [%d20, {0, 0}], [%r3+8192];"
-        store = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%d21, {16, 4}], [%r3];"
+        load = (
+            "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+            " [%r3], [%d20, {0, 0}], [%r3+8192];"
+        )
+        store = (
+            "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%d21, {16,"
+            " 4}], [%r3];"
+        )
         body = self.LOAD.format(bytes=512, load=load, store=store)
         result = self.run_copy(body, maps, {"a": a, "b": np.full((6, 32), 5, np.float32)})["b"]
         expected = np.full((6, 32), 5.0)

@@ -1,4 +1,4 @@
-"""Every synchronisation rule as a pair: with the edge nothing is reported, without it the race is."""
+"""Every synchronisation rule as a pair: silent with the edge, a race without it."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ from absl.testing import absltest, parameterized
 from harness import SCHEDULES, THREAD, execute, lanes
 
 BOTH = (True, False)
+ARRIVE = "mbarrier.arrive.shared.b64 _, [%r3];\n"
 WARPS = f"""{THREAD}
     mov.u32 %r3, smem;
     setp.eq.u32 %p0, %r2, 0;
@@ -16,7 +17,10 @@ WARPS = f"""{THREAD}
 
 
 def wait_loop(name: str, barrier: str, parity: str) -> str:
-    return f"{name}:\nmbarrier.try_wait.parity.shared.b64 %p7, [{barrier}], {parity};\n@!%p7 bra {name};\n"
+    return (
+        f"{name}:\nmbarrier.try_wait.parity.shared.b64 %p7, [{barrier}], {parity};\n@!%p7 bra"
+        f" {name};\n"
+    )
 
 
 class PairTest(parameterized.TestCase):
@@ -39,12 +43,12 @@ class NamedBarrierTest(PairTest):
     def test_write_then_read_requires_bar_sync(self, ordered, schedule):
         body = f"""{WARPS}
             @%p0 bra WRITE;
-            {'bar.sync 1, 64;' if ordered else ''}
+            {"bar.sync 1, 64;" if ordered else ""}
             ld.shared.b32 %r5, [%r3];
             bra END;
         WRITE:
             @%p1 st.shared.b32 [%r3], %r0;
-            {'bar.sync 1, 64;' if ordered else ''}
+            {"bar.sync 1, 64;" if ordered else ""}
         END:"""
         _, report = execute(body, shared=64, threads=64, schedule=SCHEDULES[schedule])
         self.assertEqual(report.races == (), ordered, str(report))
@@ -74,7 +78,7 @@ class NamedBarrierTest(PairTest):
             @%p2 bra WRITE;
             ld.shared.b32 %r5, [%r3];
             setp.eq.u32 %p3, %r2, 1;
-            {'' if ordered else '@%p3 bra END;'}
+            {"" if ordered else "@%p3 bra END;"}
             bar.arrive 1, {count};
             bra END;
         WRITE:
@@ -85,7 +89,9 @@ class NamedBarrierTest(PairTest):
         self.assertEqual(report.races == (), ordered, str(report))
         if not ordered:
             (race,) = report.races
-            self.assertEqual((race.kinds, race.first.warp, race.second.warp), (("read", "write"), 1, 2))
+            self.assertEqual(
+                (race.kinds, race.first.warp, race.second.warp), (("read", "write"), 1, 2)
+            )
 
 
 class MbarrierTest(PairTest):
@@ -96,7 +102,7 @@ class MbarrierTest(PairTest):
         body = f"""{WARPS}{self.INIT}
             bar.sync 0;
             @%p0 bra WRITE;
-            {wait_loop('W', '%r3', '0') if ordered else ''}
+            {wait_loop("W", "%r3", "0") if ordered else ""}
             ld.shared.b32 %r5, [%r3+64];
             bra END;
         WRITE:
@@ -109,7 +115,7 @@ class MbarrierTest(PairTest):
     @parameterized.parameters(*BOTH)
     def test_init_then_use_requires_a_barrier(self, ordered):
         body = f"""{WARPS}{self.INIT}
-            {'bar.sync 0;' if ordered else ''}
+            {"bar.sync 0;" if ordered else ""}
             @%p0 bra END;
             mbarrier.arrive.shared.b64 _, [%r3];
         END:"""
@@ -117,7 +123,9 @@ class MbarrierTest(PairTest):
 
     @parameterized.parameters(*BOTH)
     def test_late_waiter_does_not_inherit_the_next_phase(self, ordered):
-        """Warp 0 writes one word per phase; warp 1 waits for the first phase after both are complete."""
+        """Warp 0 writes one word per phase; warp 1 waits for the first phase after both are
+        complete.
+        """
         word = 64 if ordered else 68
         body = f"""{WARPS}{self.INIT}
             bar.sync 0;
@@ -145,16 +153,28 @@ class MbarrierTest(PairTest):
             cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r3+64], [%a], 64, [%r3];
         GO:
             bar.sync 0;
-            {wait_loop('W', '%r3', '0') if ordered else ''}
+            {wait_loop("W", "%r3", "0") if ordered else ""}
             ld.shared.b32 %r5, [%r3+64];
-            {wait_loop('X', '%r3', '0')}"""
-        report = self.check(ordered, body, "a wait on its mbarrier", arrays={"a": lanes()}, schedule=SCHEDULES[schedule])
+            {wait_loop("X", "%r3", "0")}"""
+        report = self.check(
+            ordered,
+            body,
+            "a wait on its mbarrier",
+            arrays={"a": lanes()},
+            schedule=SCHEDULES[schedule],
+        )
         self.assertLen(report.races, 0 if ordered else 1)
 
     @parameterized.parameters(*BOTH)
     def test_spurious_failures_require_a_loop(self, looped):
-        """try_wait may fail before the phase ends: code that does not look at its result reads too early."""
-        wait = wait_loop("W", "%r3", "0") if looped else "mbarrier.try_wait.parity.shared.b64 %p7, [%r3], 0;"
+        """try_wait may fail before the phase ends: code that does not look at its result reads too
+        early.
+        """
+        wait = (
+            wait_loop("W", "%r3", "0")
+            if looped
+            else "mbarrier.try_wait.parity.shared.b64 %p7, [%r3], 0;"
+        )
         body = f"""{WARPS}{self.INIT}
             bar.sync 0;
             @%p0 bra WRITE;
@@ -167,7 +187,9 @@ class MbarrierTest(PairTest):
             st.shared.b32 [%r3+64], 5;
             mbarrier.arrive.shared.b64 _, [%r3];
         END:"""
-        schedule = dataclasses.replace(SCHEDULES["turn"], spurious=1.0 if not looped else 0.5, quantum=1)
+        schedule = dataclasses.replace(
+            SCHEDULES["turn"], spurious=1.0 if not looped else 0.5, quantum=1
+        )
         _, report = execute(body, shared=128, threads=64, schedule=schedule)
         self.assertEqual(report.races == (), looped, str(report))
 
@@ -180,13 +202,13 @@ class MbarrierTest(PairTest):
             @%p0 bra PRODUCE;
             mbarrier.try_wait.parity.shared.b64 %p7, [%r3], 1;
             {step}
-            {'' if kept_in_step else 'bar.sync 2, 64;'}
-            {wait_loop('W', '%r3', '0' if kept_in_step else '0')}
+            {"" if kept_in_step else "bar.sync 2, 64;"}
+            {wait_loop("W", "%r3", "0" if kept_in_step else "0")}
             bra END;
         PRODUCE:
             mbarrier.arrive.shared.b64 _, [%r3];
             {step}
-            {'' if kept_in_step else 'mbarrier.arrive.shared.b64 _, [%r3]; mbarrier.arrive.shared.b64 _, [%r3]; bar.sync 2, 64;'}
+            {"" if kept_in_step else 2 * ARRIVE + "bar.sync 2, 64;"}
         END:"""
         _, report = execute(body, shared=128, threads=64)
         confused = [f for f in report.faults if "ran ahead" in f.text]
@@ -197,10 +219,10 @@ class MbarrierTest(PairTest):
         body = f"""{WARPS}{self.INIT}
             bar.sync 0;
             @%p0 bra ARRIVE;
-            {wait_loop('W', '%r3', '0')}
+            {wait_loop("W", "%r3", "0")}
             bra END;
         ARRIVE:
-            {'' if complete else '@%p1'} mbarrier.arrive.shared.b64 _, [%r3];
+            {"" if complete else "@%p1"} mbarrier.arrive.shared.b64 _, [%r3];
         END:"""
         _, report = execute(body, shared=128, threads=64)
         self.assertEqual(report.deadlocks == (), complete)
@@ -237,10 +259,16 @@ class CopyTest(PairTest):
             add.s64 %d1, %a, %d0;
             cp.async.ca.shared.global [%r4], [%d1], 4;
             cp.async.commit_group;
-            {'cp.async.wait_group 0;' if ordered else ''}
+            {"cp.async.wait_group 0;" if ordered else ""}
             ld.shared.b32 %r5, [%r4];
             cp.async.wait_all;"""
-        self.check(ordered, body, "cp.async.wait_group", arrays={"a": lanes()}, schedule=SCHEDULES[schedule])
+        self.check(
+            ordered,
+            body,
+            "cp.async.wait_group",
+            arrays={"a": lanes()},
+            schedule=SCHEDULES[schedule],
+        )
 
     @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
     def test_two_groups_then_read_of_the_second_requires_wait_for_it(self, ordered, schedule):
@@ -260,11 +288,15 @@ class CopyTest(PairTest):
 
     @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
     def test_cp_async_then_read_by_another_warp_requires_the_noinc_arrival(self, ordered, schedule):
-        arrive = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r3];" if ordered else "mbarrier.arrive.shared.b64 _, [%r3];"
+        arrive = (
+            "cp.async.mbarrier.arrive.noinc.shared.b64 [%r3];"
+            if ordered
+            else "mbarrier.arrive.shared.b64 _, [%r3];"
+        )
         body = f"""{WARPS}{MbarrierTest.INIT}
             bar.sync 0;
             @%p0 bra LOAD;
-            {wait_loop('W', '%r3', '0')}
+            {wait_loop("W", "%r3", "0")}
             ld.shared.b32 %r5, [%r3+64];
             bra END;
         LOAD:
@@ -282,22 +314,30 @@ class CopyTest(PairTest):
         body = f"""{WARPS}
             add.s32 %r4, %r3, %r1;
             st.shared.b32 [%r4], %r0;
-            {'fence.proxy.async.shared::cta;' if ordered else ''}
+            {"fence.proxy.async.shared::cta;" if ordered else ""}
             bar.sync 0;
             @%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [%r3], 128;
             cp.async.bulk.commit_group;
             cp.async.bulk.wait_group 0;"""
-        self.check(ordered, body, "fence.proxy.async is missing", arrays={"a": lanes()}, schedule=SCHEDULES[schedule])
+        self.check(
+            ordered,
+            body,
+            "fence.proxy.async is missing",
+            arrays={"a": lanes()},
+            schedule=SCHEDULES[schedule],
+        )
 
     @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
-    def test_zeroing_of_global_memory_then_bulk_reduction_requires_the_proxy_fence(self, ordered, schedule):
+    def test_zeroing_of_global_memory_then_bulk_reduction_requires_the_proxy_fence(
+        self, ordered, schedule
+    ):
         body = f"""{WARPS}
             add.s64 %d1, %a, %d0;
             st.global.b32 [%d1], 0;
             add.s32 %r4, %r3, %r1;
             st.shared.b32 [%r4], %r0;
-            fence.proxy.async.{'global' if ordered else 'shared::cta'};
-            {'fence.proxy.async.shared::cta;' if ordered else ''}
+            fence.proxy.async.{"global" if ordered else "shared::cta"};
+            {"fence.proxy.async.shared::cta;" if ordered else ""}
             bar.sync 0;
             @%p1 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%a], [%r3], 128;
             cp.async.bulk.commit_group;
@@ -314,11 +354,17 @@ class CopyTest(PairTest):
             bar.sync 0;
             @%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [%r3], 128;
             cp.async.bulk.commit_group;
-            {'cp.async.bulk.wait_group.read 0;' if ordered else ''}
+            {"cp.async.bulk.wait_group.read 0;" if ordered else ""}
             bar.sync 0;
             st.shared.b32 [%r4], 0;
             cp.async.bulk.wait_group 0;"""
-        self.check(ordered, body, "cp.async.bulk.wait_group", arrays={"a": lanes()}, schedule=SCHEDULES[schedule])
+        self.check(
+            ordered,
+            body,
+            "cp.async.bulk.wait_group",
+            arrays={"a": lanes()},
+            schedule=SCHEDULES[schedule],
+        )
 
     @parameterized.parameters(*BOTH)
     def test_exit_requires_wait_group(self, ordered):
@@ -329,8 +375,10 @@ class CopyTest(PairTest):
             bar.sync 0;
             @%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [%r3], 128;
             cp.async.bulk.commit_group;
-            {'cp.async.bulk.wait_group.read 0;' if ordered else ''}"""
-        arrays, report = execute(body, {"a": np.zeros(32, np.uint32)}, shared=256, schedule=SCHEDULES["lazy"])
+            {"cp.async.bulk.wait_group.read 0;" if ordered else ""}"""
+        arrays, report = execute(
+            body, {"a": np.zeros(32, np.uint32)}, shared=256, schedule=SCHEDULES["lazy"]
+        )
         self.assertEqual([f.kind for f in report.faults], [] if ordered else ["async at exit"])
         np.testing.assert_array_equal(arrays["a"], lanes())
 
@@ -343,7 +391,9 @@ class GlobalTest(PairTest):
 
     @parameterized.product(scope=("gpu", "cta"), ordered=BOTH)
     def test_flag_between_ctas_requires_release_and_acquire_at_gpu_scope(self, scope, ordered):
-        release = f"red.release.{scope}.global.add.u32" if ordered else "red.relaxed.gpu.global.add.u32"
+        release = (
+            f"red.release.{scope}.global.add.u32" if ordered else "red.relaxed.gpu.global.add.u32"
+        )
         body = f"""{WARPS}
             mov.u32 %r10, %ctaid.x;
             setp.eq.u32 %p2, %r10, 0;
@@ -360,7 +410,14 @@ class GlobalTest(PairTest):
             {release} [%a+4], 1;
         END:"""
         arrays = {"a": np.zeros(2, np.uint32)}
-        self.check(ordered and scope == "gpu", body, arrays=arrays, space="global", grid=2, concurrent_ctas=0)
+        self.check(
+            ordered and scope == "gpu",
+            body,
+            arrays=arrays,
+            space="global",
+            grid=2,
+            concurrent_ctas=0,
+        )
 
     @parameterized.parameters(*BOTH)
     def test_relaxed_flag_requires_the_fences(self, fenced):
@@ -393,14 +450,14 @@ class LanesTest(PairTest):
         body = f"""{WARPS}
             mov.u32 %r5, 0;
             @%p1 bra WRITE;
-            {'' if together else read}
+            {"" if together else read}
             add.s32 %r6, %r0, 1;
             bra MEET;
         WRITE:
             st.shared.b32 [%r3], %r0;
         MEET:
             bar.warp.sync -1;
-            {read if together else ''}"""
+            {read if together else ""}"""
         _, report = execute(body, shared=64)
         self.assertEqual(report.races == (), together, str(report))
 
@@ -411,14 +468,16 @@ class LanesTest(PairTest):
             bar.sync 0;
             add.s32 %r4, %r3, %r1;
             st.shared.b32 [%r4+64], %r0;
-            {'bar.warp.sync -1;' if synchronised else ''}
+            {"bar.warp.sync -1;" if synchronised else ""}
             @%p1 bra ARRIVE;
             bra END;
         ARRIVE:
             mbarrier.arrive.shared.b64 _, [%r3];
         END:"""
         _, report = execute(body, shared=256)
-        self.assertEqual([f.kind for f in report.lints], [] if synchronised else ["single-lane arrive"])
+        self.assertEqual(
+            [f.kind for f in report.lints], [] if synchronised else ["single-lane arrive"]
+        )
 
 
 if __name__ == "__main__":

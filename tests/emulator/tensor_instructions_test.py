@@ -1,13 +1,17 @@
 """Instruction tests of tcgen05: every shape of ld and st, products in every layout, copies."""
 
-import harness
 import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 from harness import SCHEDULES, THREAD, execute
 
 BF16 = ml_dtypes.bfloat16
-SWIZZLES = {"none": (0, 16), "32B": (6, 32), "64B": (4, 64), "128B": (2, 128)}  # field, bytes of a row
+SWIZZLES = {
+    "none": (0, 16),
+    "32B": (6, 32),
+    "64B": (4, 64),
+    "128B": (2, 128),
+}  # field, bytes of a row
 PROLOGUE = f"""{THREAD}
     mov.u32 %r3, smem;
     setp.ne.u32 %p0, %r2, 0;
@@ -67,7 +71,8 @@ WAIT:
 
 
 def place(matrix: np.ndarray, mn_major: bool, swizzle: str) -> tuple[np.ndarray, int, int]:
-    """Shared-memory image of a [rows, 16] operand in a canonical layout, and its leading and stride offsets in bytes.
+    """Shared-memory image of a [rows, 16] operand in a canonical layout, and its leading and stride
+    offsets in bytes.
 
     Written element by element from the figures of PTX ISA 9.7.16.3.
     """
@@ -80,7 +85,12 @@ def place(matrix: np.ndarray, mn_major: bool, swizzle: str) -> tuple[np.ndarray,
     for r in range(rows):
         for k in range(depth):
             if mn_major:  # atoms of `per` rows x 8 k; then k in eights; then blocks of rows
-                address = r % per * 2 + k % 8 * span + (k // 8) * (8 * span * blocks) + r // per * (8 * span)
+                address = (
+                    r % per * 2
+                    + k % 8 * span
+                    + (k // 8) * (8 * span * blocks)
+                    + r // per * (8 * span)
+                )
             elif swizzle == "none":  # atoms of 8 rows x 8 k
                 address = r % 8 * 16 + k % 8 * 2 + k // 8 * 128 + r // 8 * 256
             else:
@@ -95,7 +105,9 @@ def place(matrix: np.ndarray, mn_major: bool, swizzle: str) -> tuple[np.ndarray,
 
 
 def descriptor(start_offset: int, leading: int, stride: int, swizzle: str) -> str:
-    """PTX that builds the matrix descriptor in %d<n> for smem + 1024 + offset; high word and the constant part."""
+    """PTX that builds the matrix descriptor in %d<n> for smem + 1024 + offset; high word and the
+    constant part.
+    """
     high = stride >> 4 | 1 << 14 | SWIZZLES[swizzle][0] << 29
     return f"""
         add.s32 %r40, %r3, {1024 + start_offset};
@@ -115,29 +127,59 @@ def operands(m: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class MmaTest(parameterized.TestCase):
-    def multiply(self, m, n, a, b, a_mn=False, b_mn=False, swizzle="128B", schedule="turn", lane=0, ws=False, twice=False):
-        """Runs D = A B^T (twice: a second time, accumulating); returns the 128 x 64 words of tensor memory."""
+    def multiply(
+        self,
+        m,
+        n,
+        a,
+        b,
+        a_mn=False,
+        b_mn=False,
+        swizzle="128B",
+        schedule="turn",
+        lane=0,
+        ws=False,
+        twice=False,
+    ):
+        """Runs D = A B^T (twice: a second time, accumulating); returns the 128 x 64 words of tensor
+        memory.
+        """
         image_a, *layout_a = place(a, a_mn, swizzle)
         image_b, *layout_b = place(b, b_mn, swizzle)
         image = np.concatenate((image_a, image_b)).view(np.uint32)
-        form = "tcgen05.mma.ws.cta_group::1.kind::f16" if ws else "tcgen05.mma.cta_group::1.kind::f16"
+        form = (
+            "tcgen05.mma.ws.cta_group::1.kind::f16" if ws else "tcgen05.mma.cta_group::1.kind::f16"
+        )
         tail = ", 0" if ws else ""
         body = PROLOGUE.format(size=image.nbytes) + "@%p1 bra DONE;\n"
-        body += descriptor(0, *layout_a, swizzle).format(n=5) + descriptor(32768, *layout_b, swizzle).format(n=6)
+        body += descriptor(0, *layout_a, swizzle).format(n=5) + descriptor(
+            32768, *layout_b, swizzle
+        ).format(n=6)
         body += f"add.s32 %r42, %r20, {lane << 16};\n"
         for predicate in ["0", "1"] if twice else ["0"]:
             body += f"setp.ne.u32 %p5, {predicate}, 0;\n"
-            body += f"{form} [%r42], %d5, %d6, {instruction_descriptor(m, n, a_mn, b_mn)}, %p5{tail};\n"
-        body += COMMIT.replace("WAIT", "WAIT_MMA") + "DONE:\ntcgen05.fence::before_thread_sync;\nbar.sync 0;\n"
+            body += (
+                f"{form} [%r42], %d5, %d6, {instruction_descriptor(m, n, a_mn, b_mn)}, %p5{tail};\n"
+            )
+        body += (
+            COMMIT.replace("WAIT", "WAIT_MMA")
+            + "DONE:\ntcgen05.fence::before_thread_sync;\nbar.sync 0;\n"
+        )
         body += "tcgen05.fence::after_thread_sync;\n" + EPILOGUE.format(row=256, columns=64)
         arrays = {"image": image, "b": np.zeros((128, 64), np.float32)}
-        arrays, report = execute(body, arrays, shared=70000, threads=128, schedule=SCHEDULES[schedule], outputs=("b",))
+        arrays, report = execute(
+            body, arrays, shared=70000, threads=128, schedule=SCHEDULES[schedule], outputs=("b",)
+        )
         self.assertFalse(report.races, report)
-        unexpected = [f for f in report.faults if f.kind != "uninitialised"]  # lanes and columns outside D
+        unexpected = [
+            f for f in report.faults if f.kind != "uninitialised"
+        ]  # lanes and columns outside D
         self.assertFalse(unexpected, report)
         return arrays["b"]
 
-    @parameterized.product(m=(64, 128), a_mn=(False, True), b_mn=(False, True), swizzle=tuple(SWIZZLES))
+    @parameterized.product(
+        m=(64, 128), a_mn=(False, True), b_mn=(False, True), swizzle=tuple(SWIZZLES)
+    )
     def test_layouts(self, m, a_mn, b_mn, swizzle):
         a, b = operands(m, 64)
         d = self.multiply(m, 64, a, b, a_mn, b_mn, swizzle)
@@ -150,7 +192,9 @@ class MmaTest(parameterized.TestCase):
         a, b = operands(64, 32)
         d = self.multiply(64, 32, a, b, schedule=schedule, lane=16, twice=True)
         expected = 2 * (a.astype(np.float32) @ b.astype(np.float32).T)
-        np.testing.assert_array_equal(d.reshape(4, 2, 16, 64)[:, 1].reshape(64, 64)[:, :32], expected)
+        np.testing.assert_array_equal(
+            d.reshape(4, 2, 16, 64)[:, 1].reshape(64, 64)[:, :32], expected
+        )
 
     @parameterized.parameters(32, 64, 128)
     def test_weight_stationary_layouts(self, m):
@@ -161,7 +205,9 @@ class MmaTest(parameterized.TestCase):
         blocks = 128 // m
         for i in range(blocks):
             width = 64 // blocks
-            np.testing.assert_array_equal(d[i * m : (i + 1) * m, :width], expected[:, i * width : (i + 1) * width])
+            np.testing.assert_array_equal(
+                d[i * m : (i + 1) * m, :width], expected[:, i * width : (i + 1) * width]
+            )
 
     def test_a_in_tensor_memory(self):
         """Row r of A: lane r, two elements per column, the lower one first."""
@@ -176,7 +222,8 @@ class MmaTest(parameterized.TestCase):
             ld.shared.v4.b32 {%r55, %r56, %r57, %r58}, [%r50+1040];
             shl.b32 %r60, %r2, 21;
             add.s32 %r60, %r60, %r20;
-            tcgen05.st.sync.aligned.32x32b.x8.b32 [%r60+128], {%r51, %r52, %r53, %r54, %r55, %r56, %r57, %r58};
+            tcgen05.st.sync.aligned.32x32b.x8.b32 [%r60+128],
+                {%r51, %r52, %r53, %r54, %r55, %r56, %r57, %r58};
             tcgen05.wait::st.sync.aligned;
             tcgen05.fence::before_thread_sync;
             bar.sync 0;
@@ -186,8 +233,13 @@ class MmaTest(parameterized.TestCase):
         """
         body += descriptor(a.nbytes, *layout_b, "128B").format(n=6)
         word = instruction_descriptor(128, 64, False, False)
-        body += f"tcgen05.mma.cta_group::1.kind::f16 [%r20], [%r20+128], %d6, {word}, %p5;\n" + COMMIT
-        body += "DONE:\ntcgen05.fence::before_thread_sync;\nbar.sync 0;\ntcgen05.fence::after_thread_sync;\n"
+        body += (
+            f"tcgen05.mma.cta_group::1.kind::f16 [%r20], [%r20+128], %d6, {word}, %p5;\n" + COMMIT
+        )
+        body += (
+            "DONE:\ntcgen05.fence::before_thread_sync;\nbar.sync"
+            " 0;\ntcgen05.fence::after_thread_sync;\n"
+        )
         body += EPILOGUE.format(row=256, columns=64)
         arrays = {"image": image, "b": np.zeros((128, 64), np.float32)}
         arrays, report = execute(body, arrays, shared=70000, threads=128, outputs=("b",))
@@ -198,11 +250,20 @@ class MmaTest(parameterized.TestCase):
     @parameterized.parameters(("128x256b", 8), ("128x128b", 4))
     def test_copy_from_shared_memory(self, shape, words):
         rows = np.arange(128 * 16, dtype=np.uint16).reshape(128, 16)[:, : 2 * words]
-        image, *layout = place(np.pad(rows, ((0, 0), (0, 16 - 2 * words))).view(BF16), False, "128B")
+        image, *layout = place(
+            np.pad(rows, ((0, 0), (0, 16 - 2 * words))).view(BF16), False, "128B"
+        )
         image = image.view(np.uint32)
-        body = PROLOGUE.format(size=image.nbytes) + "@%p1 bra DONE;\n" + descriptor(0, *layout, "128B").format(n=5)
+        body = (
+            PROLOGUE.format(size=image.nbytes)
+            + "@%p1 bra DONE;\n"
+            + descriptor(0, *layout, "128B").format(n=5)
+        )
         body += f"tcgen05.cp.cta_group::1.{shape} [%r20], %d5;\n" + COMMIT
-        body += "DONE:\ntcgen05.fence::before_thread_sync;\nbar.sync 0;\ntcgen05.fence::after_thread_sync;\n"
+        body += (
+            "DONE:\ntcgen05.fence::before_thread_sync;\nbar.sync"
+            " 0;\ntcgen05.fence::after_thread_sync;\n"
+        )
         body += EPILOGUE.format(row=4 * words, columns=words)
         arrays = {"image": image, "b": np.zeros((128, words), np.uint32)}
         arrays, report = execute(body, arrays, shared=70000, threads=128, outputs=("b",))
@@ -211,7 +272,7 @@ class MmaTest(parameterized.TestCase):
 
 
 class LoadStoreTest(parameterized.TestCase):
-    FRAGMENTS = {  # thread t, register i -> (row, column), read off the figures of PTX ISA 9.7.16.2.3
+    FRAGMENTS = {  # (thread, register) -> (row, column): figures of PTX ISA 9.7.16.2.3
         "32x32b": lambda t, i: (t, i),
         "16x64b": lambda t, i: (t // 4 + 8 * (t % 2), 2 * i + t // 2 % 2),
         "16x128b": lambda t, i: (t // 4 + 8 * (i % 2), i // 2 * 4 + t % 4),
@@ -219,16 +280,20 @@ class LoadStoreTest(parameterized.TestCase):
     }
 
     @parameterized.product(
-        shape=(("32x32b", 1), ("32x32b", 1), ("16x64b", 1), ("16x128b", 2), ("16x256b", 4)), repeat=(1, 2, 4, 8)
+        shape=(("32x32b", 1), ("32x32b", 1), ("16x64b", 1), ("16x128b", 2), ("16x256b", 4)),
+        repeat=(1, 2, 4, 8),
     )
     def test_store_then_load(self, shape, repeat):
-        """st by one shape, ld column by column; then ld by the same shape gives the registers back."""
+        """st by one shape, ld by columns; then ld by the same shape gives the registers back."""
         name, per = shape
         count = per * repeat
         registers = ", ".join(f"%r{60 + i}" for i in range(count))
         again = ", ".join(f"%r{100 + i}" for i in range(count))
         values = "".join(f"add.s32 %r{60 + i}, %r0, {1000 * i};\n" for i in range(count))
-        same = "".join(f"sub.s32 %r{100 + i}, %r{100 + i}, %r{60 + i};\nor.b32 %r59, %r59, %r{100 + i};\n" for i in range(count))
+        same = "".join(
+            f"sub.s32 %r{100 + i}, %r{100 + i}, %r{60 + i};\nor.b32 %r59, %r59, %r{100 + i};\n"
+            for i in range(count)
+        )
         columns = 1 + max(self.FRAGMENTS[name](t, i)[1] for t in range(32) for i in range(count))
         body = f"""{THREAD}
             mov.u32 %r3, smem;

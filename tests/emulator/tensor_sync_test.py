@@ -1,4 +1,6 @@
-"""Synchronisation rules of tensor memory, as pairs: commit, wait::ld, wait::st, dealloc, fences, proxies, pipelines."""
+"""Synchronisation rules of tensor memory, as pairs: commit, wait::ld, wait::st, dealloc, fences,
+proxies, pipelines.
+"""
 
 from absl.testing import absltest, parameterized
 from harness import SCHEDULES, THREAD, execute
@@ -8,7 +10,8 @@ IDESC = 1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 8 << 24  # M = 128, N = 64, bfloat
 HIGH = 1024 >> 4 | 1 << 14 | 2 << 29  # stride 1024, 128-byte swizzle
 BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
 
-# Warp 0 issues products, warp 1 reads and writes tensor memory; operands are zeros written by all 64 threads.
+# Warp 0 issues products, warp 1 reads and writes tensor memory; operands are zeros written by all
+# 64 threads.
 START = f"""{THREAD}
     mov.u32 %r3, smem;
     setp.eq.u32 %p0, %r2, 0;
@@ -58,11 +61,16 @@ OUT:
 
 
 def commit(barrier: str = "%r3") -> str:
-    return f"@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{barrier}];\n"
+    return (
+        f"@%p1 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{barrier}];\n"
+    )
 
 
 def wait(label: str, barrier: str = "%r3", parity: int = 0) -> str:
-    return f"{label}:\nmbarrier.try_wait.parity.shared.b64 %p7, [{barrier}], {parity};\n@!%p7 bra {label};\n"
+    return (
+        f"{label}:\nmbarrier.try_wait.parity.shared.b64 %p7, [{barrier}], {parity};\n@!%p7 bra"
+        f" {label};\n"
+    )
 
 
 def kernel(first: str, second: str, proxy: bool = True, end: str = END) -> str:
@@ -96,7 +104,16 @@ class TensorSyncTest(parameterized.TestCase):
         """An arrival between a load and its wait::ld does not publish the read."""
         arrive = f"{BEFORE}\nbar.arrive 1, 64;\n"
         second = wait("W1") + AFTER + LD + (WAIT_LD + arrive if ordered else arrive + WAIT_LD)
-        first = MMA + commit() + wait("W0") + "bar.sync 1, 64;\n" + AFTER + MMA + commit("%r3+8") + wait("W2", "%r3+8")
+        first = (
+            MMA
+            + commit()
+            + wait("W0")
+            + "bar.sync 1, 64;\n"
+            + AFTER
+            + MMA
+            + commit("%r3+8")
+            + wait("W2", "%r3+8")
+        )
         self.check(ordered, kernel(first, second), "tcgen05.wait::ld", schedule)
 
     @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
@@ -138,9 +155,18 @@ class TensorSyncTest(parameterized.TestCase):
     def test_strict_fences_are_a_lint(self, kept):
         arrive = f"{BEFORE if kept != 'after' else ''}\nbar.arrive 1, 64;\n"
         second = wait("W1") + AFTER + LD + WAIT_LD + arrive
-        first = MMA + commit() + wait("W0") + "bar.sync 1, 64;\n" + (AFTER if kept != "before" else "") + MMA
+        first = (
+            MMA
+            + commit()
+            + wait("W0")
+            + "bar.sync 1, 64;\n"
+            + (AFTER if kept != "before" else "")
+            + MMA
+        )
         report = self.check(True, kernel(first + commit("%r3+8") + wait("W2", "%r3+8"), second))
-        self.assertEqual([f.kind for f in report.lints], [] if kept == "both" else ["tcgen05 fence"], str(report))
+        self.assertEqual(
+            [f.kind for f in report.lints], [] if kept == "both" else ["tcgen05 fence"], str(report)
+        )
 
     @parameterized.parameters(*BOTH)
     def test_registers_of_a_load_before_wait_ld_are_a_lint(self, waited):
@@ -151,9 +177,15 @@ class TensorSyncTest(parameterized.TestCase):
 
     @parameterized.parameters(*BOTH)
     def test_accumulating_on_unwritten_columns_is_reported(self, first_overwrites):
-        first = ("" if first_overwrites else "setp.eq.u32 %p5, 0, 0;\n") + MMA + commit() + wait("W0")
+        first = (
+            ("" if first_overwrites else "setp.eq.u32 %p5, 0, 0;\n") + MMA + commit() + wait("W0")
+        )
         _, report = execute(kernel(first, ""), shared=32768, threads=64)
-        self.assertEqual([f.kind for f in report.faults], [] if first_overwrites else ["uninitialised"], str(report))
+        self.assertEqual(
+            [f.kind for f in report.faults],
+            [] if first_overwrites else ["uninitialised"],
+            str(report),
+        )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ class ValueInstructionsTest(parameterized.TestCase):
         expected = arrays["out"]
         given = arrays | {"out": np.zeros_like(expected)}
         launch = Launch("test", (1, 1, 1), (len(expected), 1, 1), [Pointer(name) for name in given])
-        results, report = run(Program(path.read_text()), launch, given, Settings(outputs=frozenset({"out"})))
+        results, report = run(
+            Program(path.read_text()), launch, given, Settings(outputs=frozenset({"out"}))
+        )
         self.assertTrue(report.clean, str(report))
         np.testing.assert_array_equal(results["out"], expected)
 

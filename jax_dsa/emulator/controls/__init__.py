@@ -1,6 +1,8 @@
-"""Kernels that others have run on hardware: known good and known bad. The emulator is measured by them.
+"""Kernels that others have run on hardware: known good and known bad. The emulator is measured by
+them.
 
-They are public packages, installed by name into a temporary folder and compiled there; nothing of them is kept here.
+They are public packages, installed by name into a temporary folder and compiled there; nothing of
+them is kept here.
 """
 
 from jax_dsa.emulator.controls.backward import BackwardControl

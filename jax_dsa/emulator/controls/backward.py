@@ -1,4 +1,6 @@
-"""The SM100 backward of cudnn-frontend (one CTA per query and 64 heads): its launches and what must come out."""
+"""The SM100 backward of cudnn-frontend (one CTA per query and 64 heads): its launches and what must
+come out.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,14 @@ class BackwardControl:
         self.compiled = compiled
         self.release = compiled.source.release
         self.program = Program(compiled.text)
-        self.symbols = {name: _only(self.program, name) for name in ("sum_OdO", "bwd", "convert", "sum_dSink", "clear_dKV")}
+        self.symbols = {
+            name: _only(self.program, name)
+            for name in ("sum_OdO", "bwd", "convert", "sum_dSink", "clear_dKV")
+        }
 
-    def run(self, case: problems.Case, settings: Settings, inputs: problems.Inputs | None = None) -> Result:
+    def run(
+        self, case: problems.Case, settings: Settings, inputs: problems.Inputs | None = None
+    ) -> Result:
         """Runs every kernel of the release in stream order."""
         x = inputs or problems.make(case)
         arrays, settings = self.arrays(case, x, settings)
@@ -64,8 +71,21 @@ class BackwardControl:
         names = OUTPUTS if self.symbols["sum_dSink"] else OUTPUTS[:2]
         return {name: problems.relative(getattr(result, name), reference[name]) for name in names}
 
-    def main_alone(self, case: problems.Case, x: problems.Inputs) -> tuple[Launch, dict[str, np.ndarray], Settings]:
-        """The main kernel's launch and the arrays after the launches before it: for mutation and timing."""
+    def run_main(
+        self, case: problems.Case, x: problems.Inputs, settings: Settings, arrays
+    ) -> Result:
+        """The main kernel and the conversion alone, on arrays of ``main_alone``; d_sink stays 0."""
+        launches = [self._main(case, x), self._convert(case)]
+        settings = dataclasses.replace(settings, outputs=settings.outputs | {"dq", "dkv"})
+        results, report = run(self.program, launches, arrays, settings)
+        return Result(*(results[name] for name in OUTPUTS), report=report)
+
+    def main_alone(
+        self, case: problems.Case, x: problems.Inputs
+    ) -> tuple[Launch, dict[str, np.ndarray], Settings]:
+        """The main kernel's launch and the arrays after the launches before it: for mutation,
+        delays and timing.
+        """
         arrays, settings = self.arrays(case, x, Settings(observers="none"))
         launches = self.launches(case, x)
         at = next(i for i, launch in enumerate(launches) if launch.kernel == self.symbols["bwd"])
@@ -85,7 +105,8 @@ class BackwardControl:
             "work": np.zeros((2, rows, case.H), np.float32),
             "acc": np.zeros((_round8(case.T), case.head_dim), np.float32),
         }  # fmt: skip
-        # Queries of length 0 and rows of key that nobody names are written by no kernel in some releases.
+        # Queries of length 0 and rows of key that nobody names are written by no kernel in some
+        # releases.
         return arrays, dataclasses.replace(settings, outputs=settings.outputs | unwritten)
 
     def launches(self, case: problems.Case, x: problems.Inputs) -> list[Launch]:
@@ -106,7 +127,8 @@ class BackwardControl:
 
     def _delta(self, case: problems.Case) -> Launch:
         values = [
-            _vector("out", case.S), _vector("dout", case.S), self._work(case, 0), _vector("lse", case.S),
+            _vector("out", case.S), _vector("dout", case.S), self._work(case, 0), _vector("lse",
+            case.S),
             Pointer("sink"), self._work(case, 1), -1.0, -math.log2(math.e), *self._shape(case),
         ]  # fmt: skip
         grid = (-(-case.S // QUERIES_PER_DELTA), case.H, 1)
@@ -114,16 +136,23 @@ class BackwardControl:
 
     def _main(self, case: problems.Case, x: problems.Inputs) -> Launch:
         D, wide = case.head_dim, case.head_dim == 576
-        maps = [_tensor_map("q", case, D), _tensor_map("dout", case, 512), _tensor_map("dq", case, D)]
+        maps = [
+            _tensor_map("q", case, D),
+            _tensor_map("dout", case, 512),
+            _tensor_map("dq", case, D),
+        ]
         maps += [maps[2]] if wide else []
         atoms = [v for tensor in maps for v in (tensor, b"\0" * 4)]
         middle = [0, 0] if self.release == "1.32.0" else [Pointer("d_sink"), Pointer("sink")]
         values = [
             *self._shape(case), *[b"\0" * 32] * (7 if wide else 5), *atoms,
             _vector("kv", case.T), _vector("dq", case.S), self._accumulator(case), *middle,
-            _vector("indices", case.S), _vector("lengths", case.S), self._work(case, 1), self._work(case, 0), x.scale,
+            _vector("indices", case.S), _vector("lengths", case.S), self._work(case, 1),
+            self._work(case, 0), x.scale,
         ]  # fmt: skip
-        return self._launch("bwd", (case.S, 1, 1), (640, 1, 1), values, self.compiled.dynamic_shared_bytes)
+        return self._launch(
+            "bwd", (case.S, 1, 1), (640, 1, 1), values, self.compiled.dynamic_shared_bytes
+        )
 
     def _accumulator(self, case: problems.Case):
         if self.release != "1.32.0":
@@ -131,7 +160,9 @@ class BackwardControl:
         return Structure(Pointer("acc"), struct.pack("<iiq", case.T, 0, case.head_dim))
 
     def _clear(self, case: problems.Case) -> Launch:
-        return self._launch("clear_dKV", (-(-case.T // 64), 1, 1), (32, 8, 1), [self._accumulator(case), case.T])
+        return self._launch(
+            "clear_dKV", (-(-case.T // 64), 1, 1), (32, 8, 1), [self._accumulator(case), case.T]
+        )
 
     def _convert(self, case: problems.Case) -> Launch:
         values = [self._accumulator(case), _vector("dkv", case.T), case.T]
@@ -140,7 +171,13 @@ class BackwardControl:
     def _sink(self, case: problems.Case) -> Launch | None:
         if not self.symbols["sum_dSink"]:
             return None
-        values = [self._work(case, 0), self._work(case, 1), Pointer("sink"), Pointer("d_sink"), *self._shape(case)]
+        values = [
+            self._work(case, 0),
+            self._work(case, 1),
+            Pointer("sink"),
+            Pointer("d_sink"),
+            *self._shape(case),
+        ]
         return self._launch("sum_dSink", (-(-case.S // 256), case.H, 1), (32, 1, 1), values)
 
     def _launch(self, name: str, grid, block, values, shared: int = 0) -> Launch:
@@ -151,7 +188,9 @@ class BackwardControl:
 
 
 def _only(program: Program, part: str) -> str:
-    return next((name for name in program.module.kernels if name.startswith(f"kernel_cutlass_{part}_")), "")
+    return next(
+        (name for name in program.module.kernels if name.startswith(f"kernel_cutlass_{part}_")), ""
+    )
 
 
 def _round8(n: int) -> int:
@@ -172,7 +211,12 @@ def _vector(array: str, extent: int) -> Structure:
 def _tensor_map(array: str, case: problems.Case, width: int) -> TensorMap:
     row = width * 2
     return TensorMap(
-        "BFLOAT16", Pointer(array), (width, case.H, case.S), (row, row * case.H), (64, 64, 1), swizzle="128B"
+        "BFLOAT16",
+        Pointer(array),
+        (width, case.H, case.S),
+        (row, row * case.H),
+        (64, 64, 1),
+        swizzle="128B",
     )
 
 

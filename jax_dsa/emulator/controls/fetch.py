@@ -52,7 +52,9 @@ def _pip(folder: pathlib.Path, *requirements: str) -> None:
 
 
 def _compiler(folder: pathlib.Path) -> list[str]:
-    """Search path for the compiler: none when this Python has it, else a folder that it is installed into."""
+    """Search path for the compiler: none when this Python has it, else a folder that it is
+    installed into.
+    """
     if importlib.util.find_spec("cutlass") is not None:
         return []
     target = folder / "compiler"
@@ -67,7 +69,8 @@ def compile_peer(source: Source, folder: pathlib.Path, python: str = sys.executa
     Args:
       source: what to compile.
       folder: where packages and results go (a temporary folder, or one that is kept between runs).
-      python: the interpreter that has nvidia-cutlass-dsl; the running one fetches it when it has not.
+      python: the interpreter that has nvidia-cutlass-dsl; the running one fetches it when it has
+        not.
 
     Raises:
       EmulatorError: with the end of the failing command's output.
@@ -84,8 +87,18 @@ def compile_peer(source: Source, folder: pathlib.Path, python: str = sys.executa
     return Compiled(source, (target / "kernel.ptx").read_text(), facts["dynamic_shared_bytes"])
 
 
-def _compile(source: Source, python: str, paths: list[str], package: pathlib.Path, target: pathlib.Path) -> None:
+def _compile(
+    source: Source, python: str, paths: list[str], package: pathlib.Path, target: pathlib.Path
+) -> None:
     setup = f"import sys, runpy; sys.path[:0] = {paths!r}; sys.argv = sys.argv[1:]; "
     launcher = setup + "runpy.run_path(sys.argv[0], run_name='__main__')"
-    arguments = [package, source.release, source.kind, source.head_dim, source.max_topk, source.arch, target]
+    arguments = [
+        package,
+        source.release,
+        source.kind,
+        source.head_dim,
+        source.max_topk,
+        source.arch,
+        target,
+    ]
     _run([python, "-c", launcher, str(SCRIPT), *map(str, arguments)], f"compiling {source.name}")

@@ -15,7 +15,12 @@ from jax_dsa.emulator.report import Report
 from jax_dsa.emulator.run import run
 from jax_dsa.emulator.tensor_map import Pointer, TensorMap
 
-ROLES = (manifest.Role("softmax", 0, 3), manifest.Role("gather", 4, 7), manifest.Role("mma", 8, 8), manifest.Role("load", 9, 11))
+ROLES = (
+    manifest.Role("softmax", 0, 3),
+    manifest.Role("gather", 4, 7),
+    manifest.Role("mma", 8, 8),
+    manifest.Role("load", 9, 11),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +40,9 @@ class ForwardControl:
         self.program = Program(compiled.text)
         (self.symbol,) = self.program.module.kernels
 
-    def run(self, case: problems.Case, settings: Settings, inputs: problems.Inputs | None = None) -> Result:
+    def run(
+        self, case: problems.Case, settings: Settings, inputs: problems.Inputs | None = None
+    ) -> Result:
         """Runs the kernel; the case's K is rounded up by the caller to a multiple of 64."""
         x = inputs or problems.make(case)
         arrays = {
@@ -51,20 +58,32 @@ class ForwardControl:
         sizes = [p.size for p in self.program.module.kernels[self.symbol].parameters]
         row = case.head_dim * 2
         q = TensorMap(
-            "BFLOAT16", Pointer("q"), (case.head_dim, case.H, case.S), (row, row * case.H), (64, 64, 1), swizzle="128B"
+            "BFLOAT16",
+            Pointer("q"),
+            (case.head_dim, case.H, case.S),
+            (row, row * case.H),
+            (64, 64, 1),
+            swizzle="128B",
         )
         out = TensorMap(
-            "BFLOAT16", Pointer("out"), (512, case.H, case.S), (1024, 1024 * case.H), (64, 64, 1), swizzle="128B"
+            "BFLOAT16",
+            Pointer("out"),
+            (512, case.H, case.S),
+            (1024, 1024 * case.H),
+            (64, 64, 1),
+            swizzle="128B",
         )
         kv = TensorMap("BFLOAT16", Pointer("kv"), (512, case.T), (row,), (64, 1), swizzle="128B")
         indices = Structure(Pointer("indices"), struct.pack("<iiq", case.S, case.K, case.K))
         values = [
             case.S, _extent("q", case.S, 512 * 2), _extent("kv", case.T), indices, case.S,
-            _extent("top", case.S), _extent("lse", case.S), Pointer("sink"), _extent("lengths", case.S), x.scale,
+            _extent("top", case.S), _extent("lse", case.S), Pointer("sink"), _extent("lengths",
+            case.S), x.scale,
             q, out, kv, *[b"\0" * 32] * 3,
         ]  # fmt: skip
         entry = manifest.Kernel(
-            self.symbol, "sm_100a", "forward", [manifest.Parameter(f"p{i}", "bytes", size=n) for i, n in enumerate(sizes)],
+            self.symbol, "sm_100a", "forward", [manifest.Parameter(f"p{i}", "bytes",
+            size=n) for i, n in enumerate(sizes)],
             (384, 1, 1), roles=ROLES,
         )  # fmt: skip
         shared = self.compiled.dynamic_shared_bytes

@@ -1,4 +1,6 @@
-"""Inputs of the controls and the float64 definition that their results are compared with. NumPy only."""
+"""Inputs of the controls and the float64 definition that their results are compared with. NumPy
+only.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ VALUE_DIM = 512
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem: S queries of H heads, T keys, K slots; ``lengths`` per query (default: K); seed of the inputs.
+    """One problem: S queries of H heads, T keys, K slots; ``lengths`` per query (default: K); seed
+    of the inputs.
 
     ``sink``: False gives every head a sink of -inf (release 1.26 ignores sinks at head_dim 576).
-    ``exact``: inputs whose products and sums are exact in every order, so that results must be bitwise right.
+    ``exact``: inputs whose products and sums are exact in every order, so that results must be
+      bitwise right.
     """
 
     head_dim: int
@@ -36,7 +40,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """q [S, H, D], kv [T, D], out, dout [S, H, 512] bfloat16; lse [S, H], sink [H] float32; indices [S, K], lengths [S]."""
+    """q [S, H, D], kv [T, D], out, dout [S, H, 512] bfloat16; lse [S, H], sink [H] float32; indices
+    [S, K], lengths [S].
+    """
 
     q: np.ndarray
     kv: np.ndarray
@@ -66,18 +72,26 @@ def _slots(case: Case, rng: np.random.Generator) -> np.ndarray:
     if case.exact:
         pairs = rng.permutation(case.T // 2)[: case.K // 2]
         return rng.permutation(np.concatenate((2 * pairs, 2 * pairs + 1)))
-    return rng.permutation(case.T)[: case.K] if case.K <= case.T else rng.integers(0, case.T, case.K)
+    return (
+        rng.permutation(case.T)[: case.K] if case.K <= case.T else rng.integers(0, case.T, case.K)
+    )
 
 
 def _normal(case: Case, rng: np.random.Generator):
     shapes = (case.S, case.H, case.head_dim), (case.T, case.head_dim), (case.S, case.H, VALUE_DIM)
     q, kv, dout = (rng.standard_normal(s).astype(BF16) for s in shapes)
-    sink = rng.standard_normal(case.H).astype(np.float32) if case.sink else np.full(case.H, -np.inf, np.float32)
+    sink = (
+        rng.standard_normal(case.H).astype(np.float32)
+        if case.sink
+        else np.full(case.H, -np.inf, np.float32)
+    )
     return q, kv, dout, sink, float(np.float32(case.head_dim**-0.5))
 
 
 def _exact(case: Case, rng: np.random.Generator):
-    """Queries and keys live on disjoint dimensions (all logits 0), key rows in pairs +w, -w (out = 0, Delta = 0)."""
+    """Queries and keys live on disjoint dimensions (all logits 0), key rows in pairs +w, -w (out =
+    0, Delta = 0).
+    """
     D = case.head_dim
     q = np.zeros((case.S, case.H, D))
     q[..., 256:] = rng.integers(-2, 3, (case.S, case.H, D - 256))

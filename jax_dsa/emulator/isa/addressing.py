@@ -1,4 +1,4 @@
-"""From address operands to places in a memory: bounds and alignment, one vector of lanes at a time."""
+"""From address operands to places in a memory: bounds and alignment, lanes as one vector."""
 
 from __future__ import annotations
 
@@ -56,15 +56,19 @@ def locate(group, space: str, low: int, high: int) -> Linear | None:
     return params if 0 <= low and high <= params.size else None
 
 
-def places(group, active, base: int, offset: int, size: int, space: str, ins, align: int = 0) -> list[Place]:
-    """Where the active lanes' ``size``-byte accesses go; lanes that go nowhere are reported and left out."""
+def places(
+    group, active, base: int, offset: int, size: int, space: str, ins, align: int = 0
+) -> list[Place]:
+    """Where the active lanes' ``size``-byte accesses go; lanes that go nowhere are reported and
+    left out.
+    """
     lanes = lane_numbers(group, active)
     where = addresses(group, lanes, base, offset)
-    low, high = int(where.min()), int(where.max()) + size
+    low, high = int(np.minimum.reduce(where)), int(np.maximum.reduce(where)) + size
     space, origin = window(space, low)
     if origin:
         where, low, high = where - origin, low - origin, high - origin
-    if (where & (align or size) - 1).any():
+    if int(np.bitwise_or.reduce(where)) & (align or size) - 1:
         lanes, where = _aligned(group, lanes, where, align or size, ins)
     memory = locate(group, space, low, high)
     if memory is None:
@@ -76,7 +80,10 @@ def _aligned(group, lanes, where, align: int, ins):
     bad = (where & align - 1) != 0
     lane = int(lanes[bad][0])
     group.machine.fault(
-        "misaligned", group, ins, f"lane {lane} accesses address {int(where[bad][0]):#x}, not a multiple of {align} bytes"
+        "misaligned",
+        group,
+        ins,
+        f"lane {lane} accesses address {int(where[bad][0]):#x}, not a multiple of {align} bytes",
     )
     return lanes[~bad], where[~bad]
 
@@ -98,9 +105,13 @@ def _one_by_one(group, lanes, where, size: int, space: str, ins) -> list[Place]:
 def _out_of_bounds(group, lane: int, address: int, size: int, space: str, ins) -> None:
     where = f"{space} address {address:#x}"
     if space == "global":
-        near = group.machine.memory.nearest(address) if address >= GLOBAL_BASE else "below every array"
+        near = (
+            group.machine.memory.nearest(address) if address >= GLOBAL_BASE else "below every array"
+        )
         where += f": {near}"
-    group.machine.fault("out of bounds", group, ins, f"lane {lane} accesses {size} bytes at {where}")
+    group.machine.fault(
+        "out of bounds", group, ins, f"lane {lane} accesses {size} bytes at {where}"
+    )
 
 
 def told(group, ins, place: Place, size: int, kind: str) -> None:

@@ -72,7 +72,11 @@ def div(a, b):
     """Quotient truncated toward zero (9.7.1.8)."""
     b = _nonzero(b)
     quotient = a // b
-    return quotient + ((quotient < 0) & (quotient * b != a)).astype(a.dtype) if a.dtype.kind == "i" else quotient
+    return (
+        quotient + ((quotient < 0) & (quotient * b != a)).astype(a.dtype)
+        if a.dtype.kind == "i"
+        else quotient
+    )
 
 
 @value(f"rem.{INTEGERS}")
@@ -140,7 +144,11 @@ for _name, _fn in _COMPARE.items():
     _setp(_name, _fn, INTEGERS)
     _setp(_name, _fn, _FLOATS)
     _setp(_name, _fn, "f32", ".ftz")
-    _setp(_name + "u", _unordered(np.equal if _name == "eq" else np.not_equal if _name == "ne" else _fn), _FLOATS)
+    _setp(
+        _name + "u",
+        _unordered(np.equal if _name == "eq" else np.not_equal if _name == "ne" else _fn),
+        _FLOATS,
+    )
 for _name in ("eq", "ne"):
     _setp(_name, _COMPARE[_name], "{b16|b32|b64}")
 for _name, _same in _UNSIGNED.items():
@@ -149,9 +157,7 @@ _setp("num", lambda a, b: ~(np.isnan(a) | np.isnan(b)), _FLOATS)
 _setp("nan", lambda a, b: np.isnan(a) | np.isnan(b), _FLOATS)
 
 
-@value(
-    "selp.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64}", s="-1 -1 pred"
-)
+@value("selp.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64}", s="-1 -1 pred")
 def selp(a, b, p):
     """a where p, else b (9.7.6.3)."""
     return np.where(p, a, b)

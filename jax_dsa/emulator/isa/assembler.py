@@ -1,6 +1,7 @@
 """Binds the instructions of one kernel to closures over view numbers (see ``registers``).
 
-``value`` closures have the signature run(R, m): R maps view numbers to arrays, m is True or the mask of active lanes.
+``value`` closures have the signature run(R, m): R maps view numbers to arrays, m is True or the
+mask of active lanes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Assembler:
         self.dynamic_start = self._place_shared()
 
     def _place_shared(self) -> int:
-        """Static variables first, each aligned, then the dynamic one; returns the end of the static part."""
+        """Static variables first, each aligned, then the dynamic one; returns the end of the static
+        part.
+        """
         at = memory.SHARED_START
         for variable in sorted(self.kernel.shared, key=lambda v: v.size == 0):
             at = -(-at // max(variable.align, 1)) * max(variable.align, 1)
@@ -53,7 +56,11 @@ class Assembler:
     def destination(self, operand: syntax.Register, type_: str) -> int:
         """View number of a destination: results narrower than the register fill all of it."""
         width = registers.BITS[operand.type]
-        if type_ not in registers.PACKED and type_ != "pred" and registers.BITS.get(type_, 16) < width:
+        if (
+            type_ not in registers.PACKED
+            and type_ != "pred"
+            and registers.BITS.get(type_, 16) < width
+        ):
             type_ = f"{'s' if type_[0] == 's' else 'u'}{width}"
         return self._register(operand, type_)
 
@@ -69,14 +76,21 @@ class Assembler:
 
     def symbol(self, operand: syntax.Symbol) -> int:
         if operand.name not in self.symbols:
-            raise KeyError(f"symbol {operand.name!r} is neither a parameter nor a shared variable of this kernel")
+            raise KeyError(
+                f"symbol {operand.name!r} is neither a parameter nor a shared variable of this"
+                f" kernel"
+            )
         return self.symbols[operand.name]
 
     def address(self, operand) -> tuple[int, int]:
-        """(view number of the base as s64, constant offset) of ``[base + offset]``; 32-bit bases are unsigned."""
+        """(view number of the base as s64, constant offset) of ``[base + offset]``; 32-bit bases
+        are unsigned.
+        """
         base = operand.base
         if isinstance(base, syntax.Register):
-            return self._register(base, "s64" if base.type.endswith("64") else "u32"), operand.offset
+            return self._register(
+                base, "s64" if base.type.endswith("64") else "u32"
+            ), operand.offset
         value = base.value if isinstance(base, syntax.Immediate) else self.symbol(base)
         return self.layout.constant(np.int64(value)), operand.offset
 
@@ -84,7 +98,9 @@ class Assembler:
         return operand.items if isinstance(operand, syntax.Vector) else (operand,)
 
     # -- closures ---------------------------------------------------------------------------------
-    def value(self, fn: Callable, instruction: syntax.Instruction, dst: str, src: list[str], ftz: bool):
+    def value(
+        self, fn: Callable, instruction: syntax.Instruction, dst: str, src: list[str], ftz: bool
+    ):
         """Closure of a value row: destination first, then the sources."""
         target, *operands = instruction.operands
         types = [*src, *[src[-1]] * len(operands)][: len(operands)]
@@ -116,9 +132,15 @@ def constant(value: int | float, type_: str) -> np.generic:
     """A literal as ``type_``: integers wrap, a float in a bit type gives its IEEE bits."""
     dtype = registers.dtype_of(type_)
     if isinstance(value, float) and dtype.kind in "ui":
-        value = struct.unpack("<I", struct.pack("<f", value))[0] if dtype.itemsize <= 4 else _double_bits(value)
+        value = (
+            struct.unpack("<I", struct.pack("<f", value))[0]
+            if dtype.itemsize <= 4
+            else _double_bits(value)
+        )
     if dtype.kind in "ui":
-        return np.array(int(value) & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(dtype)[()]
+        return np.array(int(value) & (1 << 8 * dtype.itemsize) - 1, f"u{dtype.itemsize}").view(
+            dtype
+        )[()]
     return dtype.type(value != 0 if dtype.kind == "b" else value)
 
 
@@ -127,9 +149,13 @@ def _double_bits(value: float) -> int:
 
 
 def assign(fn: Callable, d: int, sources: Sequence[int], packed: bool):
-    """Closure that writes fn(sources) to view d under the mask; unrolled by arity because it runs most often."""
+    """Closure that writes fn(sources) to view d under the mask; unrolled by arity because it runs
+    most often.
+    """
     if packed:
-        return lambda R, m: copyto(R[d], fn(*[R[s] for s in sources]), where=m if m is True else m[:, None])
+        return lambda R, m: copyto(
+            R[d], fn(*[R[s] for s in sources]), where=m if m is True else m[:, None]
+        )
     if len(sources) == 1:
         (a,) = sources
         return lambda R, m: copyto(R[d], fn(R[a]), where=m)

@@ -13,7 +13,8 @@ SHARED = "{|.shared|.shared::cta}"
 ORDER = "{|.release.cta|.release.cluster|.relaxed.cta|.relaxed.cluster}"
 
 
-# -- named barriers (9.7.13.1) ------------------------------------------------------------------------
+# -- named barriers (9.7.13.1)
+# ------------------------------------------------------------------------
 def _bind_named(asm, ins, waits: bool, aligned: bool):
     number = asm.source(ins.operands[0], "u32")
     threads = asm.source(ins.operands[1], "u32") if len(ins.operands) > 1 else None
@@ -22,7 +23,12 @@ def _bind_named(asm, ins, waits: bool, aligned: bool):
         machine, cta = group.machine, group.cta
         count = cta.threads if threads is None else uniform(group, active, threads)
         if aligned and not (active | group.warp.exited).all():
-            machine.fault("barrier", group, ins, f"only lanes {_lanes(active)} reach this .aligned barrier together")
+            machine.fault(
+                "barrier",
+                group,
+                ins,
+                f"only lanes {_lanes(active)} reach this .aligned barrier together",
+            )
         barrier = cta.named_barrier(uniform(group, active, number))
         arriving = 32 if aligned else int(active.sum())
         complete = barrier.arrive(group, ins, arriving, count, waits)
@@ -60,12 +66,15 @@ def barrier_arrive(asm, ins, parts):
     return _bind_named(asm, ins, waits=False, aligned=False)
 
 
-# -- mbarrier (9.7.13.15) -----------------------------------------------------------------------------
+# -- mbarrier (9.7.13.15)
+# -----------------------------------------------------------------------------
 def find(group, address: int, agent, ins) -> Mbarrier | None:
     """The mbarrier at a shared address, or None after a report."""
     barrier = group.cta.mbarriers.get(address)
     if barrier is None:
-        group.machine.fault("barrier", agent, ins, f"no mbarrier was initialised at shared byte {address}")
+        group.machine.fault(
+            "barrier", agent, ins, f"no mbarrier was initialised at shared byte {address}"
+        )
     elif group.machine.on.use:
         group.machine.on.use(agent, barrier, ins)
     return barrier
@@ -77,15 +86,21 @@ def _words(group, active, base: int, offset: int) -> np.ndarray:
 
 @effect(f"mbarrier.init{SHARED}.b64")
 def mbarrier_init(asm, ins, parts):
-    """Makes an mbarrier that expects ``count`` arrivals per phase (9.7.13.15.9); a write to its eight bytes."""
+    """Makes an mbarrier that expects ``count`` arrivals per phase (9.7.13.15.9); a write to its
+    eight bytes.
+    """
     base, offset = asm.address(ins.operands[0])
     count = asm.source(ins.operands[1], "u32")
 
     def run(group, active):
         address, cta = int(_words(group, active, base, offset)[0]), group.cta
         if address % 8:
-            group.machine.fault("misaligned", group, ins, f"mbarrier at shared byte {address}: not a multiple of 8")
-        cta.mbarriers[address] = Mbarrier(group.machine, cta, address, uniform(group, active, count))
+            group.machine.fault(
+                "misaligned", group, ins, f"mbarrier at shared byte {address}: not a multiple of 8"
+            )
+        cta.mbarriers[address] = Mbarrier(
+            group.machine, cta, address, uniform(group, active, count)
+        )
         told(group, ins, Place(cta.shared, np.array([address]), np.array([0])), 8, WRITE)
 
     return run
@@ -134,7 +149,7 @@ ARRIVE = ORDER + "{|.shared|.shared::cta|.shared::cluster}.b64"
 
 @effect(f"mbarrier.arrive{ARRIVE}")
 def mbarrier_arrive(asm, ins, parts):
-    """Every active thread arrives ``count`` times (9.7.13.15.13); the state returned is the phase."""
+    """Each thread arrives ``count`` times; the state returned is the phase (9.7.13.15.13)."""
     return _bind_arrive(asm, ins, parts, expects=False, drop=False)
 
 
@@ -175,7 +190,9 @@ def mbarrier_expect_tx(asm, ins, parts):
 @effect(f"mbarrier.complete_tx{TX}")
 def mbarrier_complete_tx(asm, ins, parts):
     """Lowers the transaction count as an asynchronous copy would (9.7.13.15.12)."""
-    return _bind_transactions(asm, ins, lambda group, barrier, count: barrier.complete(group, ins, count))
+    return _bind_transactions(
+        asm, ins, lambda group, barrier, count: barrier.complete(group, ins, count)
+    )
 
 
 def _passed(barrier: Mbarrier, argument: int, parity: bool) -> bool:
@@ -195,11 +212,14 @@ def _bind_wait(asm, ins, parts, may_suspend: bool):
         for (address, wanted), members in _pairs(words, arguments):
             barrier = find(group, address, group, ins)
             if barrier is None:
+                results[members] = True  # reported; a loop on it would never end
                 continue
             results[members] = _passed(barrier, wanted, parity)
             if results[members].any():
                 if edge and group.machine.on.observe:
-                    group.machine.on.observe(group, barrier, barrier.phase - 1 if parity else wanted, ins)
+                    group.machine.on.observe(
+                        group, barrier, barrier.phase - 1 if parity else wanted, ins
+                    )
             elif may_suspend and not _gives_up(group):
                 return _suspend(group, barrier, wanted)
         group.fail = False
@@ -217,22 +237,29 @@ def _pairs(words: np.ndarray, arguments: np.ndarray):
 
 
 def _gives_up(group) -> bool:
-    """try_wait may return False before the phase ends: when the schedule says so, or when nobody can move."""
+    """try_wait may return False before the phase ends: when the schedule says so, or when nobody
+    can move.
+    """
     return group.fail or group.machine.scheduler.spurious()
 
 
 def _suspend(group, barrier: Mbarrier, wanted: int):
     barrier.waiters.append(group)
     group.machine.spinning[id(group)] = group
-    return group.machine.wait(group, f"waits on {barrier} for parity or state {wanted}: {barrier.state()}", barrier)
+    return group.machine.wait(
+        group, f"waits on {barrier} for parity or state {wanted}: {barrier.state()}", barrier
+    )
 
 
-WAITS = "{|.parity}{|.acquire.cta|.acquire.cluster|.relaxed.cta|.relaxed.cluster}{|.shared|.shared::cta}.b64"
+ACQUIRE = "{|.acquire.cta|.acquire.cluster|.relaxed.cta|.relaxed.cluster}"
+WAITS = "{|.parity}" + ACQUIRE + "{|.shared|.shared::cta}.b64"
 
 
 @effect(f"mbarrier.try_wait{WAITS}")
 def mbarrier_try_wait(asm, ins, parts):
-    """True when the phase is complete; may suspend the thread, and may fail at any time (9.7.13.15.16)."""
+    """True when the phase is complete; may suspend the thread, and may fail at any time
+    (9.7.13.15.16).
+    """
     return _bind_wait(asm, ins, parts, may_suspend=True)
 
 
@@ -242,7 +269,8 @@ def mbarrier_test_wait(asm, ins, parts):
     return _bind_wait(asm, ins, parts, may_suspend=False)
 
 
-# -- fences (9.7.13.4) --------------------------------------------------------------------------------
+# -- fences (9.7.13.4)
+# --------------------------------------------------------------------------------
 def _bind_fence(kind: str):
     def run_for(ins):
         def run(group, active):
@@ -256,7 +284,9 @@ def _bind_fence(kind: str):
 
 @effect("fence.proxy.async{|.global|.shared::cta|.shared::cluster}")
 def fence_proxy_async(asm, ins, parts):
-    """Orders earlier generic accesses before later ones of the asynchronous proxy, in one or all spaces."""
+    """Orders earlier generic accesses before later ones of the asynchronous proxy, in one or all
+    spaces.
+    """
     space = parts[3].split("::")[0] if len(parts) > 3 else "all"
     return _bind_fence(f"proxy.async.{space}")(ins)
 
@@ -275,5 +305,7 @@ def fence_memory(asm, ins, parts):
 
 @effect("fence.mbarrier_init.release.cluster")
 def fence_mbarrier_init(asm, ins, parts):
-    """Makes mbarrier.init visible to the cluster; within one CTA the barrier that follows does that."""
+    """Makes mbarrier.init visible to the cluster; within one CTA the barrier that follows does
+    that.
+    """
     return lambda group, active: None

@@ -42,13 +42,17 @@ def _shifted(shift, a, count):
 @value("shl.{b16|b32|b64}", s="-1 u32")
 def shl(a, count):
     """Left shift; counts beyond the width give 0 (9.7.8.7)."""
-    return np.where(count < 8 * a.dtype.itemsize, _shifted(np.left_shift, a, count), a.dtype.type(0))
+    return np.where(
+        count < 8 * a.dtype.itemsize, _shifted(np.left_shift, a, count), a.dtype.type(0)
+    )
 
 
 @value("shr.{u16|u32|u64|b16|b32|b64}", s="-1 u32")
 def shr(a, count):
     """Logical right shift; counts beyond the width give 0 (9.7.8.8)."""
-    return np.where(count < 8 * a.dtype.itemsize, _shifted(np.right_shift, a, count), a.dtype.type(0))
+    return np.where(
+        count < 8 * a.dtype.itemsize, _shifted(np.right_shift, a, count), a.dtype.type(0)
+    )
 
 
 @value("shr.{s16|s32|s64}", s="-1 u32")
@@ -107,13 +111,21 @@ def popc(a):
 @value("clz.b32", d="u32")
 def clz(a):
     """Leading zeros (9.7.1.16)."""
-    return np.where(a == 0, 32, 31 - np.floor(np.log2(np.maximum(a, 1).astype(np.float64)))).astype(np.uint32)
+    return np.where(a == 0, 32, 31 - np.floor(np.log2(np.maximum(a, 1).astype(np.float64)))).astype(
+        np.uint32
+    )
 
 
 @value("brev.b32")
 def brev(a):
     """Bits in reverse order (9.7.1.18)."""
-    for width, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
+    for width, mask in (
+        (1, 0x55555555),
+        (2, 0x33333333),
+        (4, 0x0F0F0F0F),
+        (8, 0x00FF00FF),
+        (16, 0x0000FFFF),
+    ):
         shift, mask = np.uint32(width), np.uint32(mask)
         a = ((a >> shift) & mask) | ((a & mask) << shift)
     return a
@@ -123,13 +135,15 @@ def brev(a):
 def bfe(a, start, length):
     """Bit field, zero extended (9.7.1.19)."""
     shifted = np.where(start < 32, a >> np.minimum(start, 31), np.uint32(0))
-    mask = np.where(length < 32, (np.uint32(1) << np.minimum(length, 31)) - np.uint32(1), np.uint32(0xFFFFFFFF))
+    mask = np.where(
+        length < 32, (np.uint32(1) << np.minimum(length, 31)) - np.uint32(1), np.uint32(0xFFFFFFFF)
+    )
     return shifted & mask
 
 
 @silent("mov.{b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64|pred}")
 def mov(asm, instruction, parts):
-    """Copy; packs a vector into a register or unpacks a register into a vector (9.7.9.3, 9.7.9.4)."""
+    """Copies; packs a vector into a register or unpacks one (9.7.9.3, 9.7.9.4)."""
     target, source = instruction.operands
     if isinstance(target, syntax.Vector):
         return _unpack(asm, target.items, source, parts[1])

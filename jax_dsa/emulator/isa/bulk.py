@@ -1,6 +1,8 @@
-"""cp.async.bulk without tensor maps: copies and reductions of contiguous bytes (PTX ISA 9.7.9.25.4).
+"""cp.async.bulk without tensor maps: copies and reductions of contiguous bytes (PTX ISA
+9.7.9.25.4).
 
-Bulk copies use the asynchronous proxy. Loads announce their bytes to an mbarrier; stores and reductions belong to the
+Bulk copies use the asynchronous proxy. Loads announce their bytes to an mbarrier; stores and
+reductions belong to the
 issuing thread's bulk groups.
 """
 
@@ -40,7 +42,9 @@ def _place(group, lane: int, base: int, offset: int, size: int, space: str, ins)
 
 def _size_ok(group, size: int, ins) -> bool:
     if size % 16 or size <= 0:
-        group.machine.fault("misaligned", group, ins, f"a bulk copy of {size} bytes: not a positive multiple of 16")
+        group.machine.fault(
+            "misaligned", group, ins, f"a bulk copy of {size} bytes: not a positive multiple of 16"
+        )
         return False
     return True
 
@@ -150,7 +154,9 @@ REDUCTIONS = (
 @effect(*[f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}.{r}" for r in REDUCTIONS])
 def bulk_reduce(asm, ins, parts):
     """Shared into global, element by element, each atomically (9.7.9.25.4.2)."""
-    operation = next(p for p in parts if p in ("add", "min", "max", "and", "or", "xor", "inc", "dec"))
+    operation = next(
+        p for p in parts if p in ("add", "min", "max", "and", "or", "xor", "inc", "dec")
+    )
     return _bind_store(asm, ins, reducer(operation, parts[-1]), ATOMIC)
 
 
@@ -162,7 +168,9 @@ def commit_group(asm, ins, parts):
 
 @effect("cp.async.bulk.wait_group{|.read}")
 def wait_group(asm, ins, parts):
-    """Waits for all but the newest n groups, or (.read) only until their sources were read (9.7.9.25.4.6)."""
+    """Waits for all but the newest n groups, or (.read) only until their sources were read
+    (9.7.9.25.4.6).
+    """
     newest, read = ins.operands[0].value, parts[-1] == "read"
 
     def run(group, active):
@@ -176,9 +184,10 @@ def wait_group(asm, ins, parts):
     return run
 
 
-@effect("cp.async.bulk.prefetch.L2.global{|.L2::cache_hint}", "cp.async.bulk.prefetch.tensor.{1d|2d|3d}.L2.global.tile")
+@effect(
+    "cp.async.bulk.prefetch.L2.global{|.L2::cache_hint}",
+    "cp.async.bulk.prefetch.tensor.{1d|2d|3d}.L2.global.tile",
+)
 def prefetch(asm, ins, parts):
     """A hint without a result (9.7.9.25.4.4)."""
     return lambda group, active: None
-
-

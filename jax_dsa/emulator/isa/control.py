@@ -5,7 +5,9 @@ from jax_dsa.emulator.isa.table import effect
 
 @effect("setmaxnreg.{inc|dec}.sync.aligned.u32")
 def setmaxnreg(asm, ins, parts):
-    """Gives registers to or takes them from the CTA's pool (9.7.19.5); ``inc`` waits until the pool has enough."""
+    """Gives registers to or takes them from the CTA's pool (9.7.19.5); ``inc`` waits until the pool
+    has enough.
+    """
     count = ins.operands[0].value
 
     def run(group, active):

@@ -34,7 +34,9 @@ def _to_integer_form(dst: str, src: str, rounding: str, fn) -> None:
         whole = fn(np.nan_to_num(a.astype(np.float64), nan=0.0))
         clipped = np.clip(whole, float(limits.min), float(limits.max))
         top = np.where(whole >= float(limits.max), limits.max, 0)
-        return np.where(whole >= float(limits.max), top, clipped.astype(DTYPES[dst])).astype(DTYPES[dst])
+        return np.where(whole >= float(limits.max), top, clipped.astype(DTYPES[dst])).astype(
+            DTYPES[dst]
+        )
 
     cvt.__doc__ = f"{src} to {dst}, {rounding}, clamped; NaN gives 0."
     value(f"cvt.{rounding}{{|.ftz}}.{dst}.{src}", d=dst, s=src)(cvt)
@@ -106,14 +108,20 @@ def _fp8_form(name: str, dtype) -> None:
     top = float(ml_dtypes.finfo(dtype).max)
 
     def cvt(a, b):
-        halves = [np.clip(x, -top, top).astype(dtype).view(np.uint8).astype(np.uint16) for x in (a, b)]
+        halves = [
+            np.clip(x, -top, top).astype(dtype).view(np.uint8).astype(np.uint16) for x in (a, b)
+        ]
         return (halves[0] << np.uint16(8)) | halves[1]
 
-    cvt.__doc__ = f"Two float32 to {name}, to nearest even, clamped to the finite range: a upper, b lower."
+    cvt.__doc__ = (
+        f"Two float32 to {name}, to nearest even, clamped to the finite range: a upper, b lower."
+    )
     value(f"cvt.rn.satfinite.{name}x2.f32", d="b16", s="f32")(cvt)
 
     def back(a):
-        low, high = ((a >> np.uint16(s)).astype(np.uint8).view(dtype).astype(np.float16) for s in (0, 8))
+        low, high = (
+            (a >> np.uint16(s)).astype(np.uint8).view(dtype).astype(np.float16) for s in (0, 8)
+        )
         return _join(high.view(np.uint16), low.view(np.uint16))
 
     back.__doc__ = f"Two {name} to float16, exact."

@@ -1,4 +1,5 @@
-"""cp.async: copies of 4, 8 or 16 bytes per thread, global to shared (PTX ISA 9.7.9.25.1-9.7.9.25.3, 9.7.13.15.15).
+"""cp.async: copies of 4, 8 or 16 bytes per thread, global to shared (PTX ISA 9.7.9.25.1-9.7.9.25.3,
+9.7.13.15.15).
 
 They write shared memory through the generic proxy.
 """
@@ -34,7 +35,11 @@ def cp_async(asm, ins, parts):
         targets = places(group, active, to, to_offset, size.value, "shared", ins)
         wanted = active.copy()
         wanted[group_lanes] = bytes_read > 0
-        sources = places(group, wanted, frm, from_offset, size.value, "global", ins) if wanted.any() else []
+        sources = (
+            places(group, wanted, frm, from_offset, size.value, "global", ins)
+            if wanted.any()
+            else []
+        )
         limits = np.zeros(32, np.int64)
         limits[group_lanes] = bytes_read
 
@@ -69,7 +74,11 @@ def _copy(machine, op, targets, sources, limits: np.ndarray, size: int) -> None:
             machine.on.access(op, op.ins, place.memory, cells_of_bytes(place.offsets, size), READ)
     if (limits < size).any():
         keep = np.arange(size) < limits[:, None]
-        words = np.where(keep, words.view(np.uint8).reshape(32, size), 0).astype(np.uint8).view(np.uint32)
+        words = (
+            np.where(keep, words.view(np.uint8).reshape(32, size), 0)
+            .astype(np.uint8)
+            .view(np.uint32)
+        )
     for place in targets:
         place.memory.views[4][(place.offsets >> 2)[:, None] + span] = words[place.lanes]
         if machine.on.access:
@@ -95,7 +104,7 @@ def wait_for(group, ins, family: str, ops: list, everything: bool):
 
 @effect("cp.async.wait_group", "cp.async.wait_all")
 def wait_group(asm, ins, parts):
-    """Waits for all but the newest n groups; wait_all for every copy, grouped or not (9.7.9.25.3)."""
+    """Waits for all but the newest n groups; wait_all for every copy (9.7.9.25.3)."""
     newest = ins.operands[0].value if ins.operands else None
 
     def run(group, active):
@@ -110,7 +119,9 @@ def wait_group(asm, ins, parts):
 
 @effect("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64")
 def mbarrier_arrive(asm, ins, parts):
-    """Arrives once the thread's earlier cp.async are done; without .noinc it first raises the pending count."""
+    """Arrives once the thread's earlier cp.async are done; without .noinc it first raises the
+    pending count.
+    """
     base, offset = asm.address(ins.operands[0])
     raises = "noinc" not in parts
 
@@ -130,7 +141,16 @@ def mbarrier_arrive(asm, ins, parts):
 
         chain = ("cp.async.arrive", id(group.warp))
         group.machine.engines.issue(
-            Op("arrive", group, ins, active.copy(), carry_out, chain, tracks=tracker.of(active), family=FAMILY)
+            Op(
+                "arrive",
+                group,
+                ins,
+                active.copy(),
+                carry_out,
+                chain,
+                tracks=tracker.of(active),
+                family=FAMILY,
+            )
         )
         tracker.forget([op for op in tracker.ops if op.done])
 

@@ -1,4 +1,6 @@
-"""Shared-memory and instruction descriptors of tcgen05 (PTX ISA 9.7.16.4) and the addresses that they mean."""
+"""Shared-memory and instruction descriptors of tcgen05 (PTX ISA 9.7.16.4) and the addresses that
+they mean.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _SWIZZLE_BITS = {0: 0, 6: 1, 4: 2, 2: 3}
 
 
 class SharedDescriptor(NamedTuple):
-    """Fields of a 64-bit matrix descriptor, in bytes; ``bits`` is the number of swizzled address bits."""
+    """Fields of a 64-bit matrix descriptor, in bytes; ``bits`` is the number of swizzled address
+    bits.
+    """
 
     start: int
     leading: int
@@ -22,7 +26,9 @@ class SharedDescriptor(NamedTuple):
 
     @classmethod
     def decode(cls, word: int) -> SharedDescriptor | None:
-        """None for fields that are not supported: base offset, absolute leading dimension, 32-byte atoms."""
+        """None for fields that are not supported: base offset, absolute leading dimension, 32-byte
+        atoms.
+        """
         if word >> 49 & 0xF or word >> 46 & 7 != 1 or word >> 61 not in _SWIZZLE_BITS:
             return None
         fields = [(word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32)]
@@ -50,8 +56,12 @@ class InstructionDescriptor(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def element_addresses(descriptor: SharedDescriptor, rows: int, depth: int, mn_major: bool) -> np.ndarray:
-    """Byte address of each 16-bit element, [rows, depth]: canonical layouts of 9.7.16.3, swizzled at the end."""
+def element_addresses(
+    descriptor: SharedDescriptor, rows: int, depth: int, mn_major: bool
+) -> np.ndarray:
+    """Byte address of each 16-bit element, [rows, depth]: canonical layouts of 9.7.16.3, swizzled
+    at the end.
+    """
     row, k = np.arange(rows)[:, None], np.arange(depth)
     span = 16 << descriptor.bits  # bytes that are contiguous in the major direction
     if mn_major:
@@ -62,18 +72,29 @@ def element_addresses(descriptor: SharedDescriptor, rows: int, depth: int, mn_ma
     elif descriptor.bits:
         address = row % 8 * span + row // 8 * descriptor.stride + 2 * k
     else:
-        address = row % 8 * 16 + row // 8 * descriptor.stride + k // 8 * descriptor.leading + k % 8 * 2
+        address = (
+            row % 8 * 16 + row // 8 * descriptor.stride + k // 8 * descriptor.leading + k % 8 * 2
+        )
     return swizzle(descriptor.start + address, descriptor.bits)
 
 
-def operand_bytes(group, ins, word: int, rows: int, depth: int, mn_major: bool) -> np.ndarray | None:
+def operand_bytes(
+    group, ins, word: int, rows: int, depth: int, mn_major: bool
+) -> np.ndarray | None:
     """Addresses of an operand in the CTA's shared memory, or None after a report."""
     descriptor = SharedDescriptor.decode(word)
     if descriptor is None:
-        group.machine.fault("tensor core", group, ins, f"descriptor {word:#018x} has fields that are not supported")
+        group.machine.fault(
+            "tensor core", group, ins, f"descriptor {word:#018x} has fields that are not supported"
+        )
         return None
     addresses = element_addresses(descriptor, rows, depth, mn_major)
     if group.cta.shared.locate(int(addresses.min()), int(addresses.max()) + 2) is None:
-        group.machine.fault("out of bounds", group, ins, f"operand at shared bytes {addresses.min()}..{addresses.max()}")
+        group.machine.fault(
+            "out of bounds",
+            group,
+            ins,
+            f"operand at shared bytes {addresses.min()}..{addresses.max()}",
+        )
         return None
     return addresses

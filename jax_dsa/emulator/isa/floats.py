@@ -1,4 +1,6 @@
-"""Floating point: float32/float64 (PTX ISA 9.7.3), packed and 16-bit (9.7.4), mixed precision (9.7.5)."""
+"""Floating point: float32/float64 (PTX ISA 9.7.3), packed and 16-bit (9.7.4), mixed precision
+(9.7.5).
+"""
 
 import functools
 
@@ -6,7 +8,6 @@ import numpy as np
 
 from jax_dsa.emulator.isa.numerics import fma32, narrow_bf16, widen_bf16
 from jax_dsa.emulator.isa.table import value
-
 
 SUM = "{|.rn}{|.ftz}.{f32|f32x2}"
 
@@ -127,7 +128,9 @@ def mul_bf16(a, b):
 
 @value("fma.rn.{bf16|bf16x2}")
 def fma_bf16(a, b, c):
-    """a*b + c rounded to bfloat16 (9.7.4.4): exact in float64 up to 53 bits, then one narrow rounding."""
+    """a*b + c rounded to bfloat16 (9.7.4.4): exact in float64 up to 53 bits, then one narrow
+    rounding.
+    """
     exact = widen_bf16(a).astype(np.float64) * widen_bf16(b) + widen_bf16(c)
     return narrow_bf16(exact.astype(np.float32))
 

@@ -1,6 +1,8 @@
-"""stmatrix and ldmatrix: 8x8 matrices of 16-bit elements, rows addressed by lanes (PTX ISA 9.7.14.5.15, 9.7.14.5.16).
+"""stmatrix and ldmatrix: 8x8 matrices of 16-bit elements, rows addressed by lanes (PTX ISA
+9.7.14.5.15, 9.7.14.5.16).
 
-Lanes 8i to 8i + 7 give the addresses of matrix i's rows; thread t holds elements 2(t % 4), +1 of row t / 4, or, with
+Lanes 8i to 8i + 7 give the addresses of matrix i's rows; thread t holds elements 2(t % 4), +1 of
+row t / 4, or, with
 .trans, of column t / 4.
 """
 
@@ -13,7 +15,6 @@ from jax_dsa.emulator.isa.addressing import places, told
 from jax_dsa.emulator.isa.table import effect
 
 FORM = "sync.aligned.m8n8.{x1|x2|x4}{|.trans}{|.shared|.shared::cta}.b16"
-
 
 
 def _fragments(values: np.ndarray, trans: bool) -> np.ndarray:
@@ -48,7 +49,9 @@ def stmatrix(asm, ins, parts):
             return
         values = np.stack([group.R[s] for s in sources]).view(np.uint16)
         matrices = _fragments(values, trans)
-        place.memory.views[2][(place.offsets >> 1)[:, None] + np.arange(8)] = matrices.reshape(-1, 8)
+        place.memory.views[2][(place.offsets >> 1)[:, None] + np.arange(8)] = matrices.reshape(
+            -1, 8
+        )
         told(group, ins, place, 16, WRITE)
 
     return run
@@ -66,7 +69,9 @@ def ldmatrix(asm, ins, parts):
             return
         rows = place.memory.views[2][(place.offsets >> 1)[:, None] + np.arange(8)]
         matrices = np.ascontiguousarray(_fragments(rows, trans))
-        for target, words in zip(targets, matrices.reshape(len(targets), 64).view(np.uint32), strict=True):
+        for target, words in zip(
+            targets, matrices.reshape(len(targets), 64).view(np.uint32), strict=True
+        ):
             np.copyto(group.R[target], words, where=active)
         told(group, ins, place, 16, READ)
 

@@ -21,7 +21,9 @@ SCOPES = ("cta", "cluster", "gpu", "sys")
 
 
 def space_of(parts: list[str]) -> str:
-    return next((p.split("::")[0] for p in parts if p.split("::")[0] in ("global", "shared", "param")), "")
+    return next(
+        (p.split("::")[0] for p in parts if p.split("::")[0] in ("global", "shared", "param")), ""
+    )
 
 
 def _flags(group, place, parts: list[str]):
@@ -76,7 +78,11 @@ def ld(asm, ins, parts):
     type_, size, space = parts[-1], SIZES[parts[-1]], space_of(parts)
     targets = [None if t is None else asm.destination(t, type_) for t in asm.items(ins.operands[0])]
     base, offset = asm.address(ins.operands[1])
-    dtype, total, atomic = dtype_of(type_), size * len(targets), "relaxed" in parts or "acquire" in parts
+    dtype, total, atomic = (
+        dtype_of(type_),
+        size * len(targets),
+        "relaxed" in parts or "acquire" in parts,
+    )
 
     def run(group, active):
         for place in places(group, active, base, offset, total, space, ins):
@@ -102,7 +108,11 @@ def st(asm, ins, parts):
     type_, size, space = parts[-1], SIZES[parts[-1]], space_of(parts)
     sources = [asm.source(s, type_) for s in asm.items(ins.operands[1])]
     base, offset = asm.address(ins.operands[0])
-    dtype, total, atomic = dtype_of(type_), size * len(sources), "relaxed" in parts or "release" in parts
+    dtype, total, atomic = (
+        dtype_of(type_),
+        size * len(sources),
+        "relaxed" in parts or "release" in parts,
+    )
 
     def run(group, active):
         for place in places(group, active, base, offset, total, space, ins):
@@ -122,7 +132,8 @@ def _bf16(fn):
 
 _UPDATE = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor, "exch": lambda old, b: b, "inc": lambda old, b: np.where(old >= b, 0, old + 1),
+    "xor": np.bitwise_xor, "exch": lambda old, b: b, "inc": lambda old, b: np.where(old >= b, 0,
+    old + 1),
     "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - 1),
     "cas": lambda old, b, c: np.where(old == b, c, old),
 }  # fmt: skip
@@ -154,7 +165,12 @@ def _bind_atomic(asm, ins, parts, has_result: bool):
         for place in places(group, active, base, offset, total, space, ins):
             _publish(group, ins, place, parts)
             operands = [_stack(group, column, place.lanes) for column in sources]
-            old = apply(place.memory.views[size].view(dtype_of(element)), place.offsets // size, fn, operands)
+            old = apply(
+                place.memory.views[size].view(dtype_of(element)),
+                place.offsets // size,
+                fn,
+                operands,
+            )
             per = old.shape[1] // max(len(targets), 1)
             for i, target in enumerate(targets):
                 if target is not None:
@@ -171,7 +187,9 @@ def _stack(group, views, lanes) -> np.ndarray:
 
 
 def apply(view: np.ndarray, index: np.ndarray, fn, operands: list[np.ndarray]) -> np.ndarray:
-    """Read-modify-write of consecutive elements at each index, lane after lane where lanes collide; old values."""
+    """Read-modify-write of consecutive elements at each index, lane after lane where lanes collide;
+    old values.
+    """
     where = index[:, None] + np.arange(operands[0].shape[1])
     if np.unique(index).size == index.size:
         old = view[where]
@@ -188,8 +206,10 @@ _ATOMICS = [
     f"{stem}{{|.global|.shared|.shared::cta}}.{form}"
     for stem in ("", ORDER)
     for form in (
-        "add.{u32|s32|u64|f32|f64}", "add.noftz.{f16|bf16|f16x2|bf16x2}", "{min|max}.{u32|s32|u64|s64}",
-        "{and|or|xor|exch}.{b32|b64}", "{inc|dec}.u32", "add.{v2|v4}.f32", "add.{v2|v4|v8}.{f16|bf16}",
+        "add.{u32|s32|u64|f32|f64}", "add.noftz.{f16|bf16|f16x2|bf16x2}",
+        "{min|max}.{u32|s32|u64|s64}",
+        "{and|or|xor|exch}.{b32|b64}", "{inc|dec}.u32", "add.{v2|v4}.f32",
+        "add.{v2|v4|v8}.{f16|bf16}",
         "add.noftz.{v2|v4|v8}.{f16|bf16}", "add{|.noftz}.{v2|v4}.{f16x2|bf16x2}",
     )
 ]  # fmt: skip
@@ -208,7 +228,12 @@ def red(asm, ins, parts):
     return _bind_atomic(asm, ins, parts, has_result=False)
 
 
-@effect("{prefetch|prefetchu}.tensormap", "prefetch{|.global}.{L1|L2}", "discard{|.global}.L2", "applypriority.L2")
+@effect(
+    "{prefetch|prefetchu}.tensormap",
+    "prefetch{|.global}.{L1|L2}",
+    "discard{|.global}.L2",
+    "applypriority.L2",
+)
 def prefetch(asm, ins, parts):
     """Hints without a result (9.7.9.17)."""
     return lambda group, active: None

@@ -1,7 +1,10 @@
-"""tcgen05.mma: D = A B (+ D) on tensor memory (PTX ISA 9.7.16.10), kind::f16 with float32 accumulators.
+"""tcgen05.mma: D = A B (+ D) on tensor memory (PTX ISA 9.7.16.10), kind::f16 with float32
+accumulators.
 
-A product of K = 16 per instruction. D rows go to lanes as 9.7.16.10.5 lays out: M = 128 row r to lane r; M = 64 row r
-to lane alignment + 32 (r / 16) + r % 16; with .ws, lanes in blocks of M that hold successive slices of the columns.
+A product of K = 16 per instruction. D rows go to lanes as 9.7.16.10.5 lays out: M = 128 row r to
+lane r; M = 64 row r
+to lane alignment + 32 (r / 16) + r % 16; with .ws, lanes in blocks of M that hold successive slices
+of the columns.
 """
 
 from __future__ import annotations
@@ -19,11 +22,15 @@ from jax_dsa.emulator.isa.tensor_core import issue_tcgen05, owned
 from jax_dsa.emulator.ptx.syntax import Address, Vector
 
 DEPTH = 16
-COLLECTOR = "{|.collector::a::fill|.collector::a::use|.collector::a::lastuse|.collector::a::discard}"
+COLLECTOR = (
+    "{|.collector::a::fill|.collector::a::use|.collector::a::lastuse|.collector::a::discard}"
+)
 
 
 class Accumulator(NamedTuple):
-    """Where D lies: ``lanes`` [blocks, rows] of tensor memory; block b holds columns b*width.. of D."""
+    """Where D lies: ``lanes`` [blocks, rows] of tensor memory; block b holds columns b*width.. of
+    D.
+    """
 
     lanes: np.ndarray
     column: int
@@ -31,7 +38,9 @@ class Accumulator(NamedTuple):
 
     def cells(self, memory) -> np.ndarray:
         groups = np.unique(self.lanes // memory.GROUP)
-        return (groups[:, None] * memory.COLUMNS + np.arange(self.column, self.column + self.width)).ravel()
+        return (
+            groups[:, None] * memory.COLUMNS + np.arange(self.column, self.column + self.width)
+        ).ravel()
 
 
 def accumulator(address: int, m: int, n: int, ws: bool) -> Accumulator | None:
@@ -64,7 +73,9 @@ def _widen(bits: np.ndarray, type_: int, negate: bool) -> np.ndarray:
 def _rows(op, operand: Operand, d: Accumulator) -> np.ndarray:
     """A as float32 [blocks, M, 16]; from tensor memory each lane uses what its own lane holds."""
     if operand.addresses is not None:
-        values = _widen(op.cta.shared.views[2][operand.addresses >> 1], operand.type, operand.negate)
+        values = _widen(
+            op.cta.shared.views[2][operand.addresses >> 1], operand.type, operand.negate
+        )
         return np.broadcast_to(values, (d.lanes.shape[0], *values.shape))
     words = op.cta.tensor.words[d.lanes[..., None], operand.column + np.arange(DEPTH // 2)]
     return _widen(np.ascontiguousarray(words).view(np.uint16), operand.type, operand.negate)
@@ -114,22 +125,32 @@ class _Sources:
 
 
 def _unsupported(descriptor: InstructionDescriptor) -> str:
-    if descriptor.d_type != 1 or descriptor.a_type not in (0, 1) or descriptor.b_type != descriptor.a_type:
+    if (
+        descriptor.d_type != 1
+        or descriptor.a_type not in (0, 1)
+        or descriptor.b_type != descriptor.a_type
+    ):
         return "only float16 or bfloat16 operands with a float32 accumulator are supported"
     return ""
 
 
-def _operands(group, ins, active, s: _Sources, shape: InstructionDescriptor) -> tuple[Operand, Operand] | None:
+def _operands(
+    group, ins, active, s: _Sources, shape: InstructionDescriptor
+) -> tuple[Operand, Operand] | None:
     if s.a_address is not None:
         column = (uniform(group, active, s.a_address[0]) + s.a_address[1]) & 0xFFFF
         owned(group, ins, column, DEPTH // 2, range(128))
         a_bytes = None
     else:
         column = 0
-        a_bytes = operand_bytes(group, ins, uniform(group, active, s.a), shape.m, DEPTH, shape.a_mn_major)
+        a_bytes = operand_bytes(
+            group, ins, uniform(group, active, s.a), shape.m, DEPTH, shape.a_mn_major
+        )
         if a_bytes is None:
             return None
-    b_bytes = operand_bytes(group, ins, uniform(group, active, s.b), shape.n, DEPTH, shape.b_mn_major)
+    b_bytes = operand_bytes(
+        group, ins, uniform(group, active, s.b), shape.n, DEPTH, shape.b_mn_major
+    )
     if b_bytes is None:
         return None
     return (
@@ -162,7 +183,9 @@ def _issue(group, ins, active, s: _Sources, ws: bool) -> None:
         machine.fault("tensor core", group, ins, problem)
         return
     operands = _operands(group, ins, active, s, shape)
-    if operands is None or not owned(group, ins, d.column, d.width, range(int(d.lanes.min()), int(d.lanes.max()) + 1)):
+    if operands is None or not owned(
+        group, ins, d.column, d.width, range(int(d.lanes.min()), int(d.lanes.max()) + 1)
+    ):
         return
     accumulate = bool(uniform(group, active, s.accumulate))
 
@@ -176,11 +199,13 @@ def _issue(group, ins, active, s: _Sources, ws: bool) -> None:
 
 @effect(f"tcgen05.mma.cta_group::1.kind::f16{COLLECTOR}")
 def mma(asm, ins, parts):
-    """D = A B^T (+ D); A from shared or tensor memory, B from shared memory [N, K] (9.7.16.10.9.1)."""
+    """D = A B^T (+ D); A from shared or tensor memory, B [N, K] from shared (9.7.16.10.9.1)."""
     return _bind(asm, ins, ws=False)
 
 
-@effect("tcgen05.mma.ws.cta_group::1.kind::f16{|.collector::b0::fill|.collector::b0::use|.collector::b0::discard}")
+@effect(
+    "tcgen05.mma.ws.cta_group::1.kind::f16{|.collector::b0::fill|.collector::b0::use|.collector::b0::discard}"
+)
 def mma_ws(asm, ins, parts):
     """The weight-stationary form: other layouts of D, the same product (9.7.16.10.9.3)."""
     return _bind(asm, ins, ws=True)

@@ -1,4 +1,4 @@
-"""Arithmetic that NumPy does not have: exact fma, bfloat16, flush to zero, integer high products."""
+"""Arithmetic that NumPy does not have: exact fma, bfloat16, flush to zero, high products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ def negating(fn: Callable, flags: list[bool]) -> Callable:
 
 def flush(x: np.ndarray) -> np.ndarray:
     """Subnormal float32 to zero of the same sign."""
-    return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x) if x.dtype == np.float32 else x
+    return (
+        np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)
+        if x.dtype == np.float32
+        else x
+    )
 
 
 def flushing(fn: Callable) -> Callable:
@@ -27,14 +31,15 @@ def flushing(fn: Callable) -> Callable:
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a*b + c in float32 with one rounding.
 
-    The product is exact in float64, their sum is not: where the float64 sum lies half-way between two float32 (or
+    The product is exact in float64, their sum is not: where the float64 sum lies half-way between
+    two float32 (or
     is subnormal), it is first rounded to odd, which makes the second rounding right.
     """
     p = a.astype(np.float64) * b
     s = p + c
     bits = s.view(np.int64)
     doubtful = (bits & 0x1FFFFFFF == 0x10000000) | (np.abs(s) < 2.0**-125)
-    if doubtful.any():
+    if np.logical_or.reduce(doubtful, axis=None):
         s = _to_odd(p, c.astype(np.float64), s)
     return s.astype(np.float32)
 
@@ -55,10 +60,16 @@ def widen_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def narrow_bf16(x: np.ndarray) -> np.ndarray:
-    """float32 to bfloat16 bits, to nearest even; NaN gives 0x7FFF as the hardware's does (PTX ISA 9.7.9.21)."""
+    """float32 to bfloat16 bits, to nearest even; NaN gives 0x7FFF as the hardware's does (PTX ISA
+    9.7.9.21).
+    """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded.astype(np.uint16))
+    result = rounded.astype(np.uint16)
+    nan = np.isnan(x)
+    if np.logical_or.reduce(nan, axis=None):
+        result[nan] = 0x7FFF
+    return result
 
 
 def high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -21,7 +21,9 @@ Types = Callable[[list[str]], Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One supported form. ``bind`` turns an instruction into a closure; ``effect`` tells which kind of closure."""
+    """One supported form. ``bind`` turns an instruction into a closure; ``effect`` tells which kind
+    of closure.
+    """
 
     form: str
     bind: Callable[[Assembler, Instruction], Any]
@@ -49,7 +51,8 @@ def value(*templates: str, d: str | None = None, s: str | None = None):
 
     Args:
       templates: opcodes, see ``expand``.
-      d, s: types of destination and of the sources (space separated, the last one repeats); default: the opcode's
+      d, s: types of destination and of the sources (space separated, the last one repeats);
+      default: the opcode's
         last suffix. ``-2`` means the opcode's suffix before the last, and so on.
     """
 
@@ -76,12 +79,16 @@ def _value_binder(fn, dst: str, src: list[str], ftz: bool):
 
 
 def effect(*templates: str):
-    """Registers ``bind(asm, instruction, parts) -> run(group, active)``; ``parts`` is the dotted opcode, split."""
+    """Registers ``bind(asm, instruction, parts) -> run(group, active)``; ``parts`` is the dotted
+    opcode, split.
+    """
     return _binder(templates, True)
 
 
 def silent(*templates: str):
-    """Registers ``bind(asm, instruction, parts) -> run(registers, mask)`` for value rows of unusual shape."""
+    """Registers ``bind(asm, instruction, parts) -> run(registers, mask)`` for value rows of unusual
+    shape.
+    """
     return _binder(templates, False)
 
 
@@ -106,5 +113,7 @@ def find(instruction: Instruction) -> Row:
     row = TABLE.get(instruction.opcode)
     if row is None:
         near = difflib.get_close_matches(instruction.opcode, TABLE, 1, 0.5)
-        raise UnsupportedInstruction(instruction.opcode, instruction.line, near[0] if near else None)
+        raise UnsupportedInstruction(
+            instruction.opcode, instruction.line, near[0] if near else None
+        )
     return row

@@ -1,4 +1,4 @@
-"""cp.async.bulk.tensor: boxes of a tensor map to and from shared memory (PTX ISA 9.7.9.25.5, 5.5)."""
+"""cp.async.bulk.tensor: boxes of tensor maps, to and from shared memory (PTX ISA 9.7.9.25.5)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class BoundMap(NamedTuple):
 
 
 class Box(NamedTuple):
-    """One box: byte offsets in the array of its rows' first element, which rows and columns exist, place in shared memory.
+    """One box: byte offsets in the array of its rows' first element, which rows and columns exist,
+    place in shared memory.
 
     ``low`` and ``high`` are the elements of a row that lie inside the tensor.
     """
@@ -61,19 +62,30 @@ class Box(NamedTuple):
         return slice(self.shared >> 1, self.shared + self.bytes >> 1)
 
 
-def _box(group, ins, lane: int, address: int, values: list[int], gather: bool, shared: int) -> Box | None:
+def _box(
+    group, ins, lane: int, address: int, values: list[int], gather: bool, shared: int
+) -> Box | None:
     bound = group.machine.maps.get(address)
     if bound is None:
-        group.machine.fault("out of bounds", group, ins, f"lane {lane}: no tensor map lies at address {address:#x}")
+        group.machine.fault(
+            "out of bounds", group, ins, f"lane {lane}: no tensor map lies at address {address:#x}"
+        )
         return None
     tensor = bound.map
     wanted = 2 if gather else len(values)
     if tensor.tensorRank != wanted:
-        group.machine.fault("out of bounds", group, ins, f"rank {wanted} copy with a rank {tensor.tensorRank} tensor map")
+        group.machine.fault(
+            "out of bounds",
+            group,
+            ins,
+            f"rank {wanted} copy with a rank {tensor.tensorRank} tensor map",
+        )
         return None
     rows, inside = tensor.gathered_rows(np.array(values[1:])) if gather else tensor.rows(values)
     low, high = tensor.columns(values[0])
-    box = Box(bound, bound.offset + rows + values[0] * tensor.element_bytes, inside, low, high, shared)
+    box = Box(
+        bound, bound.offset + rows + values[0] * tensor.element_bytes, inside, low, high, shared
+    )
     return box if _fits(group, ins, box) else None
 
 
@@ -81,14 +93,26 @@ def _fits(group, ins, box: Box) -> bool:
     shared = group.cta.shared
     align = 128
     if box.shared % align:
-        group.machine.fault("misaligned", group, ins, f"tensor copy at shared byte {box.shared}: not a multiple of {align}")
+        group.machine.fault(
+            "misaligned",
+            group,
+            ins,
+            f"tensor copy at shared byte {box.shared}: not a multiple of {align}",
+        )
         return False
     if shared.locate(box.shared, box.shared + box.bytes) is None:
-        group.machine.fault("out of bounds", group, ins, f"tensor copy of {box.bytes} bytes at shared byte {box.shared}")
+        group.machine.fault(
+            "out of bounds",
+            group,
+            ins,
+            f"tensor copy of {box.bytes} bytes at shared byte {box.shared}",
+        )
         return False
     touched = box.global_bytes()
     if touched.size and (touched.min() < 0 or touched.max() >= box.bound.buffer.size):
-        group.machine.fault("out of bounds", group, ins, f"the tensor map reaches beyond {box.bound.buffer.name}")
+        group.machine.fault(
+            "out of bounds", group, ins, f"the tensor map reaches beyond {box.bound.buffer.name}"
+        )
         return False
     return True
 
@@ -126,7 +150,9 @@ def _coordinates(group, lane: int, views) -> list[int]:
     f"{{|.cta_group::1}}{HINT}",
 )
 def tensor_load(asm, ins, parts):
-    """Tensor to shared memory; elements outside the tensor are 0; the mbarrier gets the box's bytes (9.7.9.25.5.2)."""
+    """Tensor to shared memory; elements outside the tensor are 0; the mbarrier gets the box's bytes
+    (9.7.9.25.5.2).
+    """
     to, to_offset = asm.address(ins.operands[0])
     base, offset, views = _bind(asm, ins.operands[1])
     bar, bar_offset = asm.address(ins.operands[2])
@@ -176,9 +202,13 @@ def _bind_store(asm, ins, gather: bool, apply, kind: str):
 
 
 def _warn_repeated(group, ins) -> None:
-    """Several lanes store the same box: the same bytes are written more than once, which is carried out once here."""
+    """Several lanes store the same box: the same bytes are written more than once, which is carried
+    out once here.
+    """
     if group.machine.on.lint:
-        group.machine.on.lint("repeated copy", group, ins, "several lanes issue the same copy; elect one lane")
+        group.machine.on.lint(
+            "repeated copy", group, ins, "several lanes issue the same copy; elect one lane"
+        )
 
 
 def _issue_store(group, ins, lanes: np.ndarray, box: Box, apply, kind: str) -> None:
@@ -208,9 +238,13 @@ def tensor_store(asm, ins, parts):
 _OPERATIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
-@effect(f"cp.reduce.async.bulk.tensor.{RANKS}.global.shared::cta.{{{'|'.join(_OPERATIONS)}}}{{|.tile}}.bulk_group{HINT}")
+@effect(
+    f"cp.reduce.async.bulk.tensor.{RANKS}.global.shared::cta.{{{'|'.join(_OPERATIONS)}}}{{|.tile}}.bulk_group{HINT}"
+)
 def tensor_reduce(asm, ins, parts):
-    """Shared memory into a tensor, each element atomically; the tensor map gives the type (9.7.9.25.5.3)."""
+    """Shared memory into a tensor, each element atomically; the tensor map gives the type
+    (9.7.9.25.5.3).
+    """
     operation = next(p for p in parts if p in _OPERATIONS)
 
     def apply_as(type_: str):
@@ -236,6 +270,7 @@ def tensor_reduce(asm, ins, parts):
 
 
 _REGISTER_TYPE = {
-    "UINT32": "u32", "INT32": "s32", "UINT64": "u64", "INT64": "s64", "FLOAT16": "f16", "BFLOAT16": "bf16",
+    "UINT32": "u32", "INT32": "s32", "UINT64": "u64", "INT64": "s64", "FLOAT16": "f16",
+    "BFLOAT16": "bf16",
     "FLOAT32": "f32",
 }  # fmt: skip

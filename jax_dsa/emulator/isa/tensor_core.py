@@ -1,4 +1,6 @@
-"""tcgen05 without the products: allocation, loads, stores, copies, waits, commits, fences (PTX ISA 9.7.16)."""
+"""tcgen05 without the products: allocation, loads, stores, copies, waits, commits, fences (PTX ISA
+9.7.16).
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ LD, ST, TCGEN05 = "tcgen05.ld", "tcgen05.st", "tcgen05"
 ALL_LANES = range(TensorMemory.LANES)
 
 
-# -- allocation (9.7.16.7) ----------------------------------------------------------------------------
+# -- allocation (9.7.16.7)
+# ----------------------------------------------------------------------------
 @effect("tcgen05.alloc.cta_group::1.sync.aligned{|.shared::cta}.b32")
 def alloc(asm, ins, parts):
-    """Allocates columns, waits until there are enough, and writes the first one's address to shared memory."""
+    """Allocates columns, waits until there are enough, and writes the first one's address to shared
+    memory.
+    """
     base, offset = asm.address(ins.operands[0])
     count = asm.source(ins.operands[1], "u32")
 
@@ -28,14 +33,21 @@ def alloc(asm, ins, parts):
         machine, cta = group.machine, group.cta
         columns = uniform(group, active, count)
         if columns not in (32, 64, 128, 256, 512):
-            machine.fault("tensor memory", group, ins, f"allocates {columns} columns: wanted a power of two in 32..512")
+            machine.fault(
+                "tensor memory",
+                group,
+                ins,
+                f"allocates {columns} columns: wanted a power of two in 32..512",
+            )
             return None
         if not cta.tensor.permit:
             machine.fault("tensor memory", group, ins, "allocates after relinquish_alloc_permit")
         start = cta.tensor.allocate(columns)
         if start is None:
             cta.allocators.append(group)
-            return machine.wait(group, f"waits for {columns} free columns of tensor memory", cta.tensor)
+            return machine.wait(
+                group, f"waits for {columns} free columns of tensor memory", cta.tensor
+            )
         address = int(addresses(group, lane_numbers(group, active), base, offset)[0])
         cta.shared.views[4][address >> 2] = start
         told(group, ins, Place(cta.shared, np.array([address]), np.array([0])), 4, WRITE)
@@ -53,7 +65,10 @@ def dealloc(asm, ins, parts):
         base, columns = uniform(group, active, address), uniform(group, active, count)
         if memory.blocks.get(base) != columns:
             machine.fault(
-                "tensor memory", group, ins, f"frees {columns} columns at {base:#x}; allocated are {memory.blocks}"
+                "tensor memory",
+                group,
+                ins,
+                f"frees {columns} columns at {base:#x}; allocated are {memory.blocks}",
             )
             return None
         if machine.on.access:
@@ -76,16 +91,21 @@ def relinquish(asm, ins, parts):
     return run
 
 
-# -- checks -------------------------------------------------------------------------------------------
+# -- checks
+# -------------------------------------------------------------------------------------------
 def owned(group, ins, columns: int, count: int, lanes: range) -> bool:
     """Reports columns that do not exist or are not allocated; False only for the former.
 
-    Columns that were freed still hold their last contents: the access is carried out, so that one report does not
+    Columns that were freed still hold their last contents: the access is carried out, so that one
+    report does not
     hide the next.
     """
     memory = group.cta.tensor
     if columns < 0 or columns + count > memory.COLUMNS or lanes.stop > memory.LANES:
-        text = f"columns {columns}..{columns + count - 1}, lanes {lanes.start}..{lanes.stop - 1} do not exist"
+        text = (
+            f"columns {columns}..{columns + count - 1}, lanes {lanes.start}..{lanes.stop - 1}"
+            f" do not exist"
+        )
         group.machine.fault("tensor memory", group, ins, text)
         return False
     if not memory.allocated[columns : columns + count].all():
@@ -94,9 +114,12 @@ def owned(group, ins, columns: int, count: int, lanes: range) -> bool:
     return True
 
 
-# -- loads and stores (9.7.16.8) ----------------------------------------------------------------------
+# -- loads and stores (9.7.16.8)
+# ----------------------------------------------------------------------
 def fragment(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Where register i of thread t lies: (rows [i, t], columns [i, t], number of lanes touched); 9.7.16.2.3."""
+    """Where register i of thread t lies: (rows [i, t], columns [i, t], number of lanes touched);
+    9.7.16.2.3.
+    """
     t, rep = np.arange(32), np.arange(repeat)[:, None]
     if shape == "32x32b":
         return np.broadcast_to(t, (repeat, 32)), np.broadcast_to(rep, (repeat, 32)), 32
@@ -110,16 +133,18 @@ def fragment(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 class Window:
-    """The part of tensor memory that one ld or st touches, relative to the address in its operand."""
+    """The part of tensor memory that one ld or st touches, relative to its address."""
 
     def __init__(self, shape: str, repeat: int):
         self.rows, self.columns, self.lanes = fragment(shape, repeat)
         self.count = int(self.columns.max()) + 1
 
     def locate(self, group, ins, address: int) -> tuple[int, int] | None:
-        """(lane, column) of an address that the warp may use; a warp reaches the lanes of its quarter only.
+        """(lane, column) of an address that the warp may use; a warp reaches the lanes of its
+        quarter only.
 
-        An address with quarter 0 means the warp's own quarter: kernels that run on hardware rely on it.
+        An address with quarter 0 means the warp's own quarter: kernels that run on hardware rely on
+        it.
         """
         lane, column = address >> 16, address & 0xFFFF
         quarter = 32 * (group.warp.index % 4)
@@ -127,7 +152,8 @@ class Window:
         if lane not in (quarter, quarter + 32 - self.lanes):
             group.machine.fault(
                 "tensor memory", group, ins,
-                f"lane {lane} in the address: this warp reaches lanes {quarter}..{quarter + 31} only",
+                f"lane {lane} in the address: this warp reaches lanes {quarter}..{quarter + 31}"
+                f" only",
             )  # fmt: skip
             return None
         if not owned(group, ins, column, self.count, range(lane, lane + self.lanes)):
@@ -140,7 +166,9 @@ SHAPES = "{16x64b|16x128b|16x256b|32x32b}.{x1|x2|x4|x8|x16|x32|x64|x128}"
 
 @effect(f"tcgen05.ld.sync.aligned.{SHAPES}.b32")
 def ld(asm, ins, parts):
-    """Tensor memory to registers. The registers are filled at once; the read ends at wait::ld (9.7.16.8.1)."""
+    """Tensor memory to registers. The registers are filled at once; the read ends at wait::ld
+    (9.7.16.8.1).
+    """
     window = Window(parts[4], int(parts[5][1:]))
     targets = [asm.destination(t, "b32") for t in asm.items(ins.operands[0])]
     base, offset = asm.address(ins.operands[1])
@@ -230,10 +258,13 @@ def wait_st(asm, ins, parts):
     return _bind_wait(ST)(ins)
 
 
-# -- copies from shared memory (9.7.16.9) -------------------------------------------------------------
+# -- copies from shared memory (9.7.16.9)
+# -------------------------------------------------------------
 @effect("tcgen05.cp.cta_group::1.{128x256b|128x128b}")
 def cp(asm, ins, parts):
-    """128 rows of 32 or 16 bytes from shared memory, read by the asynchronous proxy, to 8 or 4 columns."""
+    """128 rows of 32 or 16 bytes from shared memory, read by the asynchronous proxy, to 8 or 4
+    columns.
+    """
     base, offset = asm.address(ins.operands[0])
     descriptor = asm.source(ins.operands[1], "u64")
     words = {"128x256b": 8, "128x128b": 4}[parts[-1]]
@@ -259,15 +290,22 @@ def _copy(op, where: np.ndarray, column: int, words: int) -> None:
 
 
 def issue_tcgen05(group, ins, active, kind: str, chain, effect_) -> Op:
-    """Starts an operation that commit tracks. Copies come before later products of the thread (9.7.16.6.2)."""
+    """Starts an operation that commit tracks. Copies come before later products of the thread
+    (9.7.16.6.2).
+    """
     tracker = group.warp.tracker(TCGEN05)
-    after = [op for op in tracker.of(active) if op.kind == "cp" and not op.done] if kind == "mma" else []
+    after = (
+        [op for op in tracker.of(active) if op.kind == "cp" and not op.done]
+        if kind == "mma"
+        else []
+    )
     op = Op(kind, group, ins, active.copy(), effect_, chain, family=TCGEN05)
     tracker.add(op)
     return group.machine.engines.issue(op, after)
 
 
-# -- completion and fences (9.7.16.12, 9.7.16.11) ------------------------------------------------------
+# -- completion and fences (9.7.16.12, 9.7.16.11)
+# ------------------------------------------------------
 @effect("tcgen05.commit.cta_group::1.mbarrier::arrive::one{|.shared::cluster}.b64")
 def commit(asm, ins, parts):
     """One arrival when all earlier asynchronous tcgen05 operations of the thread are complete."""
@@ -285,16 +323,21 @@ def commit(asm, ins, parts):
 
         chain = ("tcgen05.commit", id(group.warp))
         tracked = tracker.of(active)
-        op = Op("arrive", group, ins, active.copy(), carry_out, chain, tracks=tracked, family=TCGEN05)
+        op = Op(
+            "arrive", group, ins, active.copy(), carry_out, chain, tracks=tracked, family=TCGEN05
+        )
         group.machine.engines.issue(op)
-        tracker.forget([op for op in tracked if op.done])
+        # Later commits come after this one, so that they need not track the same operations again.
+        tracker.forget([op for op in tracked if op.done or op.kind != "cp"])
 
     return run
 
 
 @effect("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def fence(asm, ins, parts):
-    """Extends the order of tcgen05 operations across the synchronisation that follows or precedes (9.7.16.11)."""
+    """Extends the order of tcgen05 operations across the synchronisation that follows or precedes
+    (9.7.16.11).
+    """
     kind = "tcgen05.before" if "before" in parts[1] else "tcgen05.after"
 
     def run(group, active):

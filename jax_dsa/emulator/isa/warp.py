@@ -1,4 +1,6 @@
-"""Exchanges within a warp: shfl, vote, match-free elections, redux (PTX ISA 9.7.9.6, 9.7.13.9-9.7.13.16)."""
+"""Exchanges within a warp: shfl, vote, match-free elections, redux (PTX ISA 9.7.9.6,
+9.7.13.9-9.7.13.16).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ _LANE = np.arange(LANES)
 def _member_check(group, active, members: np.ndarray, ins) -> None:
     """Every lane that runs a .sync instruction must be in its member mask."""
     if not (members[active] >> np.flatnonzero(active).astype(np.uint32) & 1).all():
-        group.machine.fault("warp", group, ins, "a lane executes a .sync instruction without being in its member mask")
+        group.machine.fault(
+            "warp",
+            group,
+            ins,
+            "a lane executes a .sync instruction without being in its member mask",
+        )
 
 
 def _source_lane(mode: str, b: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -77,7 +84,10 @@ def ballot(asm, ins, parts):
 
 def _register_vote(mode: str, decide, doc: str) -> None:
     def vote(asm, ins, parts):
-        d, (p, negated) = asm.destination(ins.operands[0], "pred"), _vote_source(asm, ins.operands[1])
+        d, (p, negated) = (
+            asm.destination(ins.operands[0], "pred"),
+            _vote_source(asm, ins.operands[1]),
+        )
 
         def run(group, active):
             group.R[d][active] = decide(_votes(group, active, p, negated), active)
@@ -88,10 +98,16 @@ def _register_vote(mode: str, decide, doc: str) -> None:
     effect(f"vote.sync.{mode}.pred")(vote)
 
 
-_register_vote("any", lambda votes, active: votes.any(), "True when any lane's predicate holds (9.7.13.10).")
-_register_vote("all", lambda votes, active: votes[active].all(), "True when every lane's holds (9.7.13.10).")
 _register_vote(
-    "uni", lambda votes, active: votes[active].all() or not votes.any(), "True when all lanes agree (9.7.13.10)."
+    "any", lambda votes, active: votes.any(), "True when any lane's predicate holds (9.7.13.10)."
+)
+_register_vote(
+    "all", lambda votes, active: votes[active].all(), "True when every lane's holds (9.7.13.10)."
+)
+_register_vote(
+    "uni",
+    lambda votes, active: votes[active].all() or not votes.any(),
+    "True when all lanes agree (9.7.13.10).",
 )
 
 
@@ -124,11 +140,19 @@ def activemask(asm, ins, parts):
     return run
 
 
-_REDUX = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or}
+_REDUX = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
 _REDUX["xor"] = np.bitwise_xor
 
 
-@effect("redux.sync.{add|min|max}.{u32|s32}", "redux.sync.{and|or|xor}.b32", "redux.sync.{min|max}.f32")
+@effect(
+    "redux.sync.{add|min|max}.{u32|s32}", "redux.sync.{and|or|xor}.b32", "redux.sync.{min|max}.f32"
+)
 def redux(asm, ins, parts):
     """One value from all lanes (9.7.13.12)."""
     d, a = asm.destination(ins.operands[0], parts[3]), asm.source(ins.operands[1], parts[3])
@@ -144,7 +168,8 @@ def redux(asm, ins, parts):
 def bar_warp_sync(asm, ins, parts):
     """Waits for the lanes of the mask and orders their memory accesses (9.7.13.2).
 
-    Lanes that run in another group meet here only after reconvergence, which compilers place before it.
+    Lanes that run in another group meet here only after reconvergence, which compilers place before
+    it.
     """
     k = asm.source(ins.operands[0], "u32")
 

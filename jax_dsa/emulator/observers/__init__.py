@@ -14,7 +14,7 @@ NAMES = ("races", "registers", "coverage", "timeline")
 
 
 def make_observers(settings) -> list:
-    """The observers that ``settings.observers`` names; faults and deadlocks are always collected."""
+    """The observers that ``settings.observers`` names; faults are always collected."""
     wanted = settings.observers
     names = {"all": NAMES, "none": ()}[wanted] if isinstance(wanted, str) else tuple(wanted)
     unknown = set(names) - set(NAMES)

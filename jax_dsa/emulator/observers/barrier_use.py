@@ -1,4 +1,6 @@
-"""Uses of barriers that work by luck: phases that a parity cannot tell apart, one lane that speaks for its warp."""
+"""Uses of barriers that work by luck: phases that a parity cannot tell apart, one lane that speaks
+for its warp.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class BarrierUse(Observer):
         self.touched.clear()
 
     def observe(self, group, barrier, phase: int, ins) -> None:
-        """A thread that waits for phase n by parity must not find phase n + 2: the two look alike."""
+        """Waiting for phase n by parity must not find phase n + 2: the two look alike."""
         if not isinstance(barrier, Mbarrier):
             return
         key = (group.warp, barrier)
@@ -34,7 +36,8 @@ class BarrierUse(Observer):
         if last is not None and phase - last >= 2:
             site = Site.of(group, ins)
             text = (
-                f"after phase {last} of {barrier} it saw phase {phase}: the barrier ran ahead, and parity alone does"
+                f"after phase {last} of {barrier} it saw phase {phase}: the barrier ran ahead,"
+                f" and parity alone does"
                 " not tell the two apart"
             )
             self.faults.setdefault((site.line, site.warp), Fault("barrier", site, text))
@@ -49,13 +52,18 @@ class BarrierUse(Observer):
         self.touched[group.warp] = np.zeros(32, bool)
 
     def arrive(self, agent, barrier, phase: int, ins) -> None:
-        """Lint: lanes that have accessed memory and do not arrive themselves are not ordered by the arrival."""
+        """Lint: lanes that have accessed memory and do not arrive themselves are not ordered by the
+        arrival.
+        """
         if isinstance(agent, Op) or not isinstance(barrier, Mbarrier) or not self.want_lints:
             return
         silent = self.touched.get(agent.warp)
         if silent is not None and (silent & ~agent.mask).any():
             site = Site.of(agent, ins)
-            text = "one lane arrives for its warp, whose other lanes accessed memory since the last warp-level barrier"
+            text = (
+                "one lane arrives for its warp, whose other lanes accessed memory since the"
+                " last warp-level barrier"
+            )
             self.lints.setdefault((site.line, site.role), Fault("single-lane arrive", site, text))
 
     def fill(self, report: Report) -> None:

@@ -1,14 +1,18 @@
 """Vector clocks for agents, asynchronous operations and barriers.
 
-A clock holds, per *component* (a timeline of some agent), how much of it is known to have happened. It has five rows:
+A clock holds, per *component* (a timeline of some agent), how much of it is known to have happened.
+It has five rows:
 
   ORDER   what happened before.
-  SHARED  which generic accesses of shared memory a fence.proxy.async has shown to the asynchronous proxy;
+  SHARED  which generic accesses of shared memory a fence.proxy.async has shown to the asynchronous
+  proxy;
   GLOBAL  the same for global memory.
   BEFORE  which tcgen05 work a tcgen05.fence::before_thread_sync has published;
-  AFTER   which of it a tcgen05.fence::after_thread_sync has let through (this row belongs to one thread, it does not travel).
+  AFTER   which of it a tcgen05.fence::after_thread_sync has let through (this row belongs to one
+  thread, it does not travel).
 
-Components of work that completes in issue order for whoever waits (cp.async, tcgen05.ld, bulk groups of one warp) hold
+Components of work that completes in issue order for whoever waits (cp.async, tcgen05.ld, bulk
+groups of one warp) hold
 the number of the newest completed operation.
 """
 
@@ -68,7 +72,9 @@ class Components:
         """A component for new work; an old one is used again where ``after`` knows all of it."""
         if after is not None:
             for i, candidate in enumerate(self.free[:16]):
-                if self.generic[candidate] == generic and after.get(candidate) >= len(self.history[candidate]):
+                if self.generic[candidate] == generic and after.get(candidate) >= len(
+                    self.history[candidate]
+                ):
                     return self.free.pop(i)
         number = len(self.history)
         self.history.append([])
@@ -90,7 +96,9 @@ class Components:
         return self.history[component][tick - 1]
 
     def view(self, clock: Clock, row: int) -> np.ndarray:
-        """What an access checks earlier accesses against; ``row`` SHARED or GLOBAL: as the asynchronous proxy sees them."""
+        """What an access checks earlier accesses against; ``row`` SHARED or GLOBAL: as the
+        asynchronous proxy sees them.
+        """
         clock.grow(len(self.history))
         if row == ORDER:
             return clock.rows[ORDER]

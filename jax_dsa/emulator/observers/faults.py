@@ -1,4 +1,6 @@
-"""Errors that need no history: out of bounds, misaligned, wrong use of barriers and tensor memory; deadlocks."""
+"""Errors that need no history: out of bounds, misaligned, wrong use of barriers and tensor memory;
+deadlocks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Faults(Observer):
         site = Site.of(agent, ins)
         key = (kind, site.line, site.warp, site.cta)
         known = self.found.get(key)
-        self.found[key] = dataclasses.replace(known, count=known.count + 1) if known else Fault(kind, site, text)
+        self.found[key] = (
+            dataclasses.replace(known, count=known.count + 1) if known else Fault(kind, site, text)
+        )
 
     def lint(self, kind: str, agent, ins, text: str) -> None:
         site = Site.of(agent, ins)
@@ -30,7 +34,9 @@ class Faults(Observer):
 
     def deadlock(self, machine, states: Sequence[str]) -> None:
         self.stuck = True
-        self.deadlocks.append(f"{machine.code.kernel.name}: nobody can move\n  " + "\n  ".join(states))
+        self.deadlocks.append(
+            f"{machine.code.kernel.name}: nobody can move\n  " + "\n  ".join(states)
+        )
 
     def fill(self, report: Report) -> None:
         report.faults = (*report.faults, *self.found.values())

@@ -1,4 +1,6 @@
-"""Happens-before: clocks for every agent, barriers with one clock per phase, shadows for every memory."""
+"""Happens-before: clocks for every agent, barriers with one clock per phase, shadows for every
+memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import numpy as np
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import ATOMIC, READ, WRITE, Observer
 from jax_dsa.emulator.observers import clocks
-from jax_dsa.emulator.observers.clocks import AFTER, BEFORE, GLOBAL, ORDER, SHARED, Clock, Components
+from jax_dsa.emulator.observers.clocks import (
+    AFTER,
+    BEFORE,
+    GLOBAL,
+    ORDER,
+    SHARED,
+    Clock,
+    Components,
+)
 from jax_dsa.emulator.observers.shadow import Conflict, Shadow, as_array
 from jax_dsa.emulator.observers.words import missing_edge
 from jax_dsa.emulator.report import Fault, Race, Report, Site
@@ -23,7 +33,8 @@ _PROXY_ROW = {"shared": SHARED, "global": GLOBAL, "tensor": ORDER}
 class Work:
     """Clocks of one asynchronous operation.
 
-    ``clock``: what it may rely on; ``done``: what a waiter learns; ``issued``: (component, tick) of its issuer then;
+    ``clock``: what it may rely on; ``done``: what a waiter learns; ``issued``: (component, tick) of
+      its issuer then;
     ``component`` of its accesses, ``sources`` of its source reads where those are waited for alone.
     """
 
@@ -37,7 +48,9 @@ class Work:
 
 
 class Races(Observer):
-    """Fills Report.races, the uninitialised reads, work left at exit, and the lints on tcgen05 fences."""
+    """Fills Report.races, the uninitialised reads, work left at exit, and the lints on tcgen05
+    fences.
+    """
 
     def __init__(self, lints: bool = True):
         self.races: dict[tuple, Race] = {}
@@ -78,7 +91,8 @@ class Races(Observer):
         self._of(parent).join(self.clock.pop(child))
         self.components.release(self.own.pop(child))
 
-    # -- asynchronous work --------------------------------------------------------------------------
+    # -- asynchronous work
+    # --------------------------------------------------------------------------
     def issue(self, op: Op) -> None:
         issuer = self._of(op.group)
         issued = (self.own[op.group], issuer.get(self.own[op.group]))
@@ -113,7 +127,9 @@ class Races(Observer):
             self.pending[key] = done.copy()
 
     def _queued(self, op: Op, issuer: Clock, issued) -> Work:
-        """cp.async, tcgen05.ld/st/cp, bulk groups: unordered among themselves, complete for a waiter in issue order."""
+        """cp.async, tcgen05.ld/st/cp, bulk groups: unordered among themselves, complete for a
+        waiter in issue order.
+        """
         component = self._line(op, op.family + op.kind, op.kind == "copy")
         work = Work(issuer.copy(), issuer.copy(), issued, component)
         self._done(work, op, component)
@@ -145,7 +161,9 @@ class Races(Observer):
         return work
 
     def _announcement(self, op: Op, issuer: Clock, issued) -> Work:
-        """commit and cp.async arrivals publish all earlier work of their family; commit includes a before fence."""
+        """commit and cp.async arrivals publish all earlier work of their family; commit includes a
+        before fence.
+        """
         clock = issuer.copy()
         earlier = self.pending.get((op.group.warp, op.family))
         if earlier is not None:
@@ -183,7 +201,9 @@ class Races(Observer):
             self._of(group).join(known)
 
     def relaxed(self, group, flag, writes: bool, ins) -> None:
-        """fence; relaxed write -> relaxed read; fence (PTX ISA 8.8): the edge is made at the second fence."""
+        """fence; relaxed write -> relaxed read; fence (PTX ISA 8.8): the edge is made at the second
+        fence.
+        """
         key = (flag, 0)
         if not writes and key in self.phases:
             self.flagged.setdefault(group, Clock()).join(self.phases[key])
@@ -224,7 +244,11 @@ class Races(Observer):
             clock, component = work.clock, work.component
             if kind == READ and work.sources >= 0:
                 component = work.sources
-            tick = len(self.components.history[component]) if component != work.component else work.tick
+            tick = (
+                len(self.components.history[component])
+                if component != work.component
+                else work.tick
+            )
         else:
             clock, row, component = self._of(agent), ORDER, self.own[agent]
             tick = self.components.tick(component, agent, ins)
@@ -255,7 +279,9 @@ class Races(Observer):
         if known is not None:
             cells = tuple(np.union1d(known.cells, conflict.cells).tolist())
             where = memory.describe(np.array(cells))
-            self.races[key] = dataclasses.replace(known, cells=cells, where=where, count=known.count + 1)
+            self.races[key] = dataclasses.replace(
+                known, cells=cells, where=where, count=known.count + 1
+            )
             return
         clock = self.work[agent].clock if isinstance(agent, Op) else self._of(agent)
         issued = self.work[first_agent].issued if isinstance(first_agent, Op) else None
@@ -263,7 +289,9 @@ class Races(Observer):
         cells = np.unique(conflict.cells)
         where = memory.describe(cells)
         kinds = (conflict.kind, kind)
-        self.races[key] = Race(memory.space, where, tuple(cells.tolist()), kinds, first, second, missing)
+        self.races[key] = Race(
+            memory.space, where, tuple(cells.tolist()), kinds, first, second, missing
+        )
 
     def _unwritten(self, agent, ins, memory, shadow: Shadow, cells) -> None:
         missing = shadow.unwritten(cells)
@@ -273,10 +301,16 @@ class Races(Observer):
         key = ("uninitialised", site.line, site.warp)
         known = self.faults.get(key)
         text = f"reads {memory.describe(np.unique(missing))}, which nobody has written"
-        self.faults[key] = dataclasses.replace(known, count=known.count + 1) if known else Fault(key[0], site, text)
+        self.faults[key] = (
+            dataclasses.replace(known, count=known.count + 1)
+            if known
+            else Fault(key[0], site, text)
+        )
 
     def _strict(self, agent, ins, cells, kind: str, clock: Clock, shadow: Shadow) -> None:
-        """Lint: tensor-memory work of another thread is ordered by barriers alone, without the pair of fences."""
+        """Lint: tensor-memory work of another thread is ordered by barriers alone, without the pair
+        of fences.
+        """
         if not isinstance(agent, Op) or agent.kind not in _TENSOR_OPS:
             return
         earlier = shadow.earlier(cells, clock.rows[AFTER], kind == WRITE)
@@ -287,10 +321,13 @@ class Races(Observer):
                 continue
             site = Site.of(agent, ins)
             text = (
-                f"ordered after line {first_ins.line} by barriers only: tcgen05.fence::before_thread_sync /"
+                f"ordered after line {first_ins.line} by barriers only:"
+                f" tcgen05.fence::before_thread_sync /"
                 " ::after_thread_sync are missing on the way"
             )
-            self.lints.setdefault(("fence", site.line, first_ins.line), Fault("tcgen05 fence", site, text))
+            self.lints.setdefault(
+                ("fence", site.line, first_ins.line), Fault("tcgen05 fence", site, text)
+            )
 
     # -- the end ----------------------------------------------------------------------------------
     def finish(self, op: Op) -> None:
@@ -299,7 +336,9 @@ class Races(Observer):
             self.kept.append((op.cta, work, op))
 
     def leave(self, cta) -> None:
-        """Work that no warp of the CTA has learned to be complete is still running when the CTA ends."""
+        """Work that no warp of the CTA has learned to be complete is still running when the CTA
+        ends.
+        """
         final = Clock()
         for group in [g for g in self.clock if g.cta is cta]:
             final.join(self.clock.pop(group))

@@ -1,4 +1,4 @@
-"""Registers: reads of ones that were never written, and use of tcgen05.ld results before wait::ld."""
+"""Registers read before they were written, and tcgen05.ld results used before wait::ld."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from jax_dsa.emulator.events import Observer
 from jax_dsa.emulator.ptx.syntax import Address, Instruction, Negated, Pair, Register, Vector
 from jax_dsa.emulator.report import Fault, Report, Site
 
-_NO_DESTINATION = ("st", "red", "bar", "barrier", "cp", "setmaxnreg", "nanosleep", "bra", "stmatrix", "prefetch", "fence")
+_NO_DESTINATION = (
+    "st",
+    "red",
+    "bar",
+    "barrier",
+    "cp",
+    "setmaxnreg",
+    "nanosleep",
+    "bra",
+    "stmatrix",
+    "prefetch",
+    "fence",
+)
 
 
 def destinations(ins: Instruction) -> tuple:
@@ -112,7 +124,9 @@ class RegisterUse(Observer):
         ins = self._first(pc, unknown)
         name = next(n for n, bit in self.use.bit.items() if bit & unknown)
         site = Site.of(group, ins)
-        fault = Fault("uninitialised", site, f"register {name} is read and was never written by this warp")
+        fault = Fault(
+            "uninitialised", site, f"register {name} is read and was never written by this warp"
+        )
         self.faults.setdefault((site.line, site.warp), fault)
 
     def _early(self, group, pc: int, wanted: int) -> None:

@@ -1,6 +1,7 @@
 """Shadow memory: who wrote each cell last, and everyone who has read it or updated it atomically.
 
-A tick is the position of an access in its component. Tick 0 in component 0 is "before the launch"; component -1 has
+A tick is the position of an access in its component. Tick 0 in component 0 is "before the launch";
+component -1 has
 never been written. All concurrent readers are kept, each in a row of its component.
 """
 
@@ -26,7 +27,7 @@ class Table:
     def __init__(self, cells: int):
         self.cells = cells
         self.rows: dict[int, int] = {}
-        self.ticks = np.zeros((4, cells), np.int32)
+        self.ticks: list[np.ndarray] = []
         self.newest = np.zeros(4, np.int32)
         self.components = np.zeros(4, np.int64)
 
@@ -34,13 +35,13 @@ class Table:
         row = self.rows.get(component)
         if row is None:
             row = self._add(component)
-        self.ticks[row, cells] = tick
+        self.ticks[row][cells] = tick
         self.newest[row] = tick
 
     def _add(self, component: int) -> int:
         row = self.rows[component] = len(self.rows)
-        if row == len(self.ticks):
-            self.ticks = np.concatenate((self.ticks, np.zeros_like(self.ticks)))
+        self.ticks.append(np.zeros(self.cells, np.int32))
+        if row == len(self.newest):
             self.newest = np.concatenate((self.newest, np.zeros_like(self.newest)))
             self.components = np.concatenate((self.components, np.zeros_like(self.components)))
         self.components[row] = component
@@ -55,16 +56,18 @@ class Table:
         suspects = np.flatnonzero(self.newest[:count] > limits)
         found = []
         for row in suspects.tolist():
-            ticks = self.ticks[row, cells]
+            ticks = self.ticks[row][cells]
             bad = ticks > limits[row]
-            if bad.any():
+            if np.logical_or.reduce(bad):
                 component = int(self.components[row])
                 found += _by_tick(kind, np.full(ticks.shape, component), ticks, bad, cells)
         return found
 
 
 class Shadow:
-    """Races on one memory. Methods return conflicts; ``known`` is Components.view of the accessing agent."""
+    """Races on one memory. Methods return conflicts; ``known`` is Components.view of the accessing
+    agent.
+    """
 
     def __init__(self, cells: int, initialised: bool):
         self.component = np.full(cells, 0 if initialised else -1, np.int32)
@@ -106,7 +109,9 @@ class Shadow:
         return found
 
     def earlier(self, cells, known: np.ndarray, readers: bool) -> set[tuple[int, int]]:
-        """(component, tick) of the last writers, and of the readers if wanted, that ``known`` does not cover."""
+        """(component, tick) of the last writers, and of the readers if wanted, that ``known`` does
+        not cover.
+        """
         found = self._writes(cells, known)
         if readers and self.readers is not None:
             found += self.readers.conflicts(cells, known, "read")
@@ -126,7 +131,7 @@ class Shadow:
     def _writes(self, cells, known: np.ndarray) -> list[Conflict]:
         components, ticks = self.component[cells], self.tick[cells]
         bad = ticks > known[components]
-        return _by_tick("write", components, ticks, bad, cells) if bad.any() else []
+        return _by_tick("write", components, ticks, bad, cells) if np.logical_or.reduce(bad) else []
 
 
 def as_array(cells) -> np.ndarray:
@@ -135,10 +140,11 @@ def as_array(cells) -> np.ndarray:
 
 def _by_tick(kind: str, components, ticks, bad, cells) -> list[Conflict]:
     """One conflict per earlier access."""
-    keys = np.stack((components[bad], ticks[bad]))
+    keys = components[bad].astype(np.int64) << 32 | ticks[bad]
     where = as_array(cells)[bad]
-    found = []
-    for component, tick in np.unique(keys, axis=1).T.tolist():
-        mine = (keys[0] == component) & (keys[1] == tick)
-        found.append(Conflict(kind, component, tick, where[mine]))
-    return found
+    if (keys == keys[0]).all():
+        return [Conflict(kind, int(keys[0]) >> 32, int(keys[0]) & 0xFFFFFFFF, where)]
+    return [
+        Conflict(kind, key >> 32, key & 0xFFFFFFFF, where[keys == key])
+        for key in np.unique(keys).tolist()
+    ]

@@ -1,4 +1,6 @@
-"""What ran when: a track per warp and per engine, a slice per wait and per operation; scheduler steps are the time."""
+"""What ran when: a track per warp and per engine, a slice per wait and per operation; scheduler
+steps are the time.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ class Timeline(Observer):
     def _add(self, cta, track: str, name: str, start: int, stop: int, detail: str) -> None:
         if len(self.slices) < LIMIT:
             self.slices.append(
-                {"cta": str(cta), "track": track, "name": name, "start": start, "stop": stop, "detail": detail}
+                {
+                    "cta": str(cta),
+                    "track": track,
+                    "name": name,
+                    "start": start,
+                    "stop": stop,
+                    "detail": detail,
+                }
             )
 
     def block(self, group, why: str) -> None:
@@ -48,7 +57,14 @@ class Timeline(Observer):
 
     def arrive(self, agent, barrier, phase: int, ins) -> None:
         if not hasattr(agent, "ins"):
-            self._add(agent.cta, _track(agent), "arrive", self._now(), self._now() + 1, f"{barrier}, phase {phase}")
+            self._add(
+                agent.cta,
+                _track(agent),
+                "arrive",
+                self._now(),
+                self._now() + 1,
+                f"{barrier}, phase {phase}",
+            )
 
     def end(self, machine) -> None:
         self.offset += machine.now
@@ -70,8 +86,13 @@ def chrome_trace(slices: Sequence[dict]) -> str:
         tid = tracks.setdefault((s["cta"], s["track"]), len(tracks) + 1)
         events.append(
             {
-                "name": s["name"], "ph": "X", "ts": s["start"], "dur": s["stop"] - s["start"], "pid": s["cta"],
-                "tid": tid, "args": {"detail": s["detail"]},
+                "name": s["name"],
+                "ph": "X",
+                "ts": s["start"],
+                "dur": s["stop"] - s["start"],
+                "pid": s["cta"],
+                "tid": tid,
+                "args": {"detail": s["detail"]},
             }  # fmt: skip
         )
     names = [

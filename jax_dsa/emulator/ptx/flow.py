@@ -1,6 +1,7 @@
 """Control flow of a kernel: block leaders and, for each branch, where diverged lanes meet again.
 
-Lanes that part at a branch meet at its immediate post-dominator (the first point that every path to the end passes).
+Lanes that part at a branch meet at its immediate post-dominator (the first point that every path to
+the end passes).
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def reconvergence(kernel: Kernel) -> dict[int, int]:
 
 
 def _post_dominators(blocks: dict[int, list[int]], end: int) -> dict[int, int]:
-    """Immediate post-dominators by iterating intersections over the reversed graph (Cooper, Harvey, Kennedy)."""
+    """Immediate post-dominators by iterating intersections over the reversed graph (Cooper, Harvey,
+    Kennedy).
+    """
     order = _reverse_postorder(blocks, end)
     rank = {block: i for i, block in enumerate(order)}
     immediate = {end: end}

@@ -1,6 +1,7 @@
 """Tokens to ``Module``: a recursive-descent parser for the PTX that compilers write.
 
-Inline assembly opens scopes that repeat names, so registers and labels of a scope are renamed ``name@scope``.
+Inline assembly opens scopes that repeat names, so registers and labels of a scope are renamed
+``name@scope``.
 """
 
 from __future__ import annotations
@@ -151,7 +152,12 @@ class _Parser:
             directive = self.next().text
             if directive in (".reqntid", ".maxntid"):
                 kernel.block = self.dimensions()
-            elif directive in (".minnctapersm", ".maxnreg", ".maxclusterrank", ".reqnctapercluster"):
+            elif directive in (
+                ".minnctapersm",
+                ".maxnreg",
+                ".maxclusterrank",
+                ".reqnctapercluster",
+            ):
                 self.dimensions()
             elif directive not in (".explicitcluster",):
                 self.at -= 1
@@ -275,7 +281,9 @@ class _Body:
         """Resolves labels once the whole scope is known."""
         resolved = tuple(self.resolve(o, scope, line, opcode) for o in operands)
         text = self.p.lines[line - 1].strip().rstrip(";").strip()
-        return syntax.Instruction(opcode, resolved, guard, negated, line, pc, " ".join(text.split()))
+        return syntax.Instruction(
+            opcode, resolved, guard, negated, line, pc, " ".join(text.split())
+        )
 
     def resolve(self, operand, scope: _Scope, line: int, opcode: str):
         if not (isinstance(operand, syntax.Symbol) and opcode.split(".")[0] in ("bra", "brx")):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 SIZES = {"pred": 1} | {
-    f"{kind}{bits}": bits // 8 for kind in "busf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
+    f"{kind}{bits}": bits // 8
+    for kind in "busf"
+    for bits in (8, 16, 32, 64)
+    if (kind, bits) != ("f", 8)
 }
 
 
@@ -72,7 +75,9 @@ class Negated:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction: full dotted opcode, operands, guard, line in the PTX text, position in the kernel."""
+    """One instruction: full dotted opcode, operands, guard, line in the PTX text, position in the
+    kernel.
+    """
 
     opcode: str
     operands: tuple

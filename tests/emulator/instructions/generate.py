@@ -1,9 +1,12 @@
-"""Writes the instruction tests of value rows: one tiny .ptx per opcode and form, with inputs and expected outputs.
+"""Writes the instruction tests of value rows: one tiny .ptx per opcode and form, with inputs and
+expected outputs.
 
     python tests/emulator/instructions/generate.py
 
-Expected values come from exact Python arithmetic (integers, fractions), not from the emulator. Each file can be run on
-hardware as it is: ``//!`` lines name the arrays of kernel ``test`` in the order of its parameters, as hexadecimal words.
+Expected values come from exact Python arithmetic (integers, fractions), not from the emulator. Each
+file can be run on
+hardware as it is: ``//!`` lines name the arrays of kernel ``test`` in the order of its parameters,
+as hexadecimal words.
 """
 
 from __future__ import annotations
@@ -19,9 +22,12 @@ FOLDER = pathlib.Path(__file__).parent
 LANES = 32
 
 
-# -- number formats -----------------------------------------------------------------------------------
+# -- number formats
+# -----------------------------------------------------------------------------------
 def bits_of(type_: str) -> int:
-    return {"bf16x2": 32, "f16x2": 32, "f32x2": 64, "pred": 32, "bf16": 16}.get(type_) or int(type_[1:])
+    return {"bf16x2": 32, "f16x2": 32, "f32x2": 64, "pred": 32, "bf16": 16}.get(type_) or int(
+        type_[1:]
+    )
 
 
 def signed(word: int, bits: int) -> int:
@@ -33,7 +39,9 @@ def f32(word: int) -> float:
 
 
 def round_to(value: fractions.Fraction, mantissa: int, lowest: int) -> fractions.Fraction:
-    """Nearest even with ``mantissa`` fraction bits; ``lowest`` is the exponent of the smallest normal number."""
+    """Nearest even with ``mantissa`` fraction bits; ``lowest`` is the exponent of the smallest
+    normal number.
+    """
     if not value:
         return value
     exponent = lowest
@@ -64,7 +72,8 @@ def exact(word: int) -> fractions.Fraction:
     return fractions.Fraction(f32(word))
 
 
-# -- inputs -------------------------------------------------------------------------------------------
+# -- inputs
+# -------------------------------------------------------------------------------------------
 def integers(bits: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     top = (1 << bits) - 1
@@ -79,20 +88,34 @@ def floats(seed: int) -> list[int]:
 
 def halves(seed: int) -> list[int]:
     rng = random.Random(seed)
-    return [bf16_word(fractions.Fraction(rng.uniform(-2, 2)) * fractions.Fraction(2) ** rng.randint(-6, 6)) for _ in range(LANES)]
+    return [
+        bf16_word(
+            fractions.Fraction(rng.uniform(-2, 2)) * fractions.Fraction(2) ** rng.randint(-6, 6)
+        )
+        for _ in range(LANES)
+    ]
 
 
 def inputs(type_: str, seed: int) -> list[int]:
     if type_ in ("f32", "f32x2"):
         words = floats(seed)
-        return words if type_ == "f32" else [a | b << 32 for a, b in zip(words, floats(seed + 50), strict=True)]
+        return (
+            words
+            if type_ == "f32"
+            else [a | b << 32 for a, b in zip(words, floats(seed + 50), strict=True)]
+        )
     if type_.startswith("bf16"):
         words = halves(seed)
-        return words if type_ == "bf16" else [a | b << 16 for a, b in zip(words, halves(seed + 50), strict=True)]
+        return (
+            words
+            if type_ == "bf16"
+            else [a | b << 16 for a, b in zip(words, halves(seed + 50), strict=True)]
+        )
     return integers(bits_of(type_), seed)
 
 
-# -- cases --------------------------------------------------------------------------------------------
+# -- cases
+# --------------------------------------------------------------------------------------------
 CASES: dict[str, tuple[list[str], str, object, list | None]] = {}
 
 
@@ -111,15 +134,42 @@ def integer_cases() -> None:
         case(f"mad.lo.{t}", f"{t} {t} {t}", t, lambda a, b, c, m=mask: a * b + c & m)
         case(f"min.{t}", f"{t} {t}", t, lambda a, b, n=n, m=mask: min(n(a), n(b)) & m)
         case(f"max.{t}", f"{t} {t}", t, lambda a, b, n=n, m=mask: max(n(a), n(b)) & m)
-        case(f"shr.{t}", f"{t} u32", t, lambda a, c, n=n, m=mask, b=bits: n(a) >> min(c, b) & m if c < b else (n(a) >> b - 1 >> 1) & m)
+        case(
+            f"shr.{t}",
+            f"{t} u32",
+            t,
+            lambda a, c, n=n, m=mask, b=bits: (
+                n(a) >> min(c, b) & m if c < b else (n(a) >> b - 1 >> 1) & m
+            ),
+        )
         nonzero = [inputs(t, 1), [w or 3 for w in inputs(t, 2)]]
-        case(f"rem.{t}", f"{t} {t}", t, lambda a, b, n=n, m=mask: int(math.copysign(1, n(a))) * (abs(n(a)) % abs(n(b))) & m, nonzero)
-        case(f"div.{t}", f"{t} {t}", t, lambda a, b, n=n, m=mask: _quotient(n(a), n(b)) & m, nonzero)
+        case(
+            f"rem.{t}",
+            f"{t} {t}",
+            t,
+            lambda a, b, n=n, m=mask: int(math.copysign(1, n(a))) * (abs(n(a)) % abs(n(b))) & m,
+            nonzero,
+        )
+        case(
+            f"div.{t}", f"{t} {t}", t, lambda a, b, n=n, m=mask: _quotient(n(a), n(b)) & m, nonzero
+        )
         if bits < 64:
             wide = f"{kind}{2 * bits}"
-            case(f"mul.hi.{t}", f"{t} {t}", t, lambda a, b, n=n, m=mask, s=bits: n(a) * n(b) >> s & m)
-            case(f"mul.wide.{t}", f"{t} {t}", wide, lambda a, b, n=n, s=bits: n(a) * n(b) & (1 << 2 * s) - 1)
-            case(f"mad.wide.{t}", f"{t} {t} {wide}", wide, lambda a, b, c, n=n, s=bits: n(a) * n(b) + c & (1 << 2 * s) - 1)
+            case(
+                f"mul.hi.{t}", f"{t} {t}", t, lambda a, b, n=n, m=mask, s=bits: n(a) * n(b) >> s & m
+            )
+            case(
+                f"mul.wide.{t}",
+                f"{t} {t}",
+                wide,
+                lambda a, b, n=n, s=bits: n(a) * n(b) & (1 << 2 * s) - 1,
+            )
+            case(
+                f"mad.wide.{t}",
+                f"{t} {t} {wide}",
+                wide,
+                lambda a, b, c, n=n, s=bits: n(a) * n(b) + c & (1 << 2 * s) - 1,
+            )
         if kind == "s":
             case(f"neg.{t}", t, t, lambda a, m=mask: -a & m)
             case(f"abs.{t}", t, t, lambda a, n=n, m=mask: abs(n(a)) & m)
@@ -136,17 +186,42 @@ def bit_cases() -> None:
         case(f"or.{t}", f"{t} {t}", t, lambda a, b: a | b)
         case(f"xor.{t}", f"{t} {t}", t, lambda a, b: a ^ b)
         case(f"not.{t}", t, t, lambda a, m=mask: ~a & m)
-        case(f"shl.{t}", f"{t} u32", t, lambda a, c, m=mask, b=bits: a << min(c, b) & m, [inputs(t, 1), _counts()])
+        case(
+            f"shl.{t}",
+            f"{t} u32",
+            t,
+            lambda a, c, m=mask, b=bits: a << min(c, b) & m,
+            [inputs(t, 1), _counts()],
+        )
         case(f"mov.{t}", t, t, lambda a: a)
     case("popc.b32", "b32", "u32", lambda a: a.bit_count())
     case("popc.b64", "b64", "u32", lambda a: a.bit_count())
     case("clz.b32", "b32", "u32", lambda a: 32 - a.bit_length())
     case("brev.b32", "b32", "b32", lambda a: int(f"{a:032b}"[::-1], 2))
-    case("bfe.u32", "u32 u32 u32", "u32", lambda a, s, n: a >> s & (1 << n) - 1, [inputs("u32", 1), _counts(31), _counts(32)])
+    case(
+        "bfe.u32",
+        "u32 u32 u32",
+        "u32",
+        lambda a, s, n: a >> s & (1 << n) - 1,
+        [inputs("u32", 1), _counts(31), _counts(32)],
+    )
     case("prmt.b32", "b32 b32 u32", "b32", _prmt)
-    case("lop3.b32", "b32 b32 b32 u32", "b32", _lop3, [inputs("b32", i) for i in range(3)] + [[0xE8] * LANES])
-    case("shf.l.wrap.b32", "b32 b32 u32", "b32", lambda a, b, c: ((b << 32 | a) << c % 32) >> 32 & 0xFFFFFFFF)
-    case("shf.r.wrap.b32", "b32 b32 u32", "b32", lambda a, b, c: (b << 32 | a) >> c % 32 & 0xFFFFFFFF)
+    case(
+        "lop3.b32",
+        "b32 b32 b32 u32",
+        "b32",
+        _lop3,
+        [inputs("b32", i) for i in range(3)] + [[0xE8] * LANES],
+    )
+    case(
+        "shf.l.wrap.b32",
+        "b32 b32 u32",
+        "b32",
+        lambda a, b, c: ((b << 32 | a) << c % 32) >> 32 & 0xFFFFFFFF,
+    )
+    case(
+        "shf.r.wrap.b32", "b32 b32 u32", "b32", lambda a, b, c: (b << 32 | a) >> c % 32 & 0xFFFFFFFF
+    )
 
 
 def _counts(top: int = 70) -> list[int]:
@@ -168,7 +243,8 @@ def _lop3(a: int, b: int, c: int, table: int) -> int:
 
 
 _RELATIONS = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
     "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
 }  # fmt: skip
 
@@ -176,15 +252,37 @@ _RELATIONS = {
 def compare_cases() -> None:
     for name, relation in _RELATIONS.items():
         for t in ("s16", "s32", "u32", "s64", "u64"):
-            n = (lambda w, b=bits_of(t): signed(w, b)) if t[0] == "s" else (lambda w: w)
-            same = [inputs(t, 1), [a if i % 3 == 0 else b for i, (a, b) in enumerate(zip(inputs(t, 1), inputs(t, 2), strict=True))]]
-            case(f"setp.{name}.{t}", f"{t} {t}", "pred", lambda a, b, r=relation, n=n: int(r(n(a), n(b))), same)
+            n = (lambda w, t=t: signed(w, bits_of(t))) if t[0] == "s" else (lambda w: w)
+            same = [
+                inputs(t, 1),
+                [
+                    a if i % 3 == 0 else b
+                    for i, (a, b) in enumerate(zip(inputs(t, 1), inputs(t, 2), strict=True))
+                ],
+            ]
+            case(
+                f"setp.{name}.{t}",
+                f"{t} {t}",
+                "pred",
+                lambda a, b, r=relation, n=n: int(r(n(a), n(b))),
+                same,
+            )
         nan = [0x7FC00000, f32_word(1.0), f32_word(-0.0)]
         given = [[*nan, *floats(1)][:LANES], [f32_word(1.0), f32_word(1.0), 0, *floats(2)][:LANES]]
-        ordered = lambda a, b, r=relation: int(r(f32(a), f32(b)) and f32(a) == f32(a) and f32(b) == f32(b))  # noqa: E731
-        case(f"setp.{name}.f32", "f32 f32", "pred", ordered, given)
-        either = lambda a, b, r=relation: int(r(f32(a), f32(b)) or f32(a) != f32(a) or f32(b) != f32(b))  # noqa: E731
-        case(f"setp.{name}u.f32", "f32 f32", "pred", either, given)
+        case(f"setp.{name}.f32", "f32 f32", "pred", _ordered(relation), given)
+        case(f"setp.{name}u.f32", "f32 f32", "pred", _unordered(relation), given)
+
+
+def _is_nan(word: int) -> bool:
+    return f32(word) != f32(word)
+
+
+def _ordered(relation):
+    return lambda a, b: int(relation(f32(a), f32(b)) and not _is_nan(a) and not _is_nan(b))
+
+
+def _unordered(relation):
+    return lambda a, b: int(relation(f32(a), f32(b)) or _is_nan(a) or _is_nan(b))
 
 
 def float_cases() -> None:
@@ -195,7 +293,9 @@ def float_cases() -> None:
         return lambda *ws: bf16_word(fn(*map(bf16, ws)))
 
     def twice(fn):
-        return lambda *ws: brain(fn)(*(w & 0xFFFF for w in ws)) | brain(fn)(*(w >> 16 for w in ws)) << 16
+        return lambda *ws: (
+            brain(fn)(*(w & 0xFFFF for w in ws)) | brain(fn)(*(w >> 16 for w in ws)) << 16
+        )
 
     operations = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
     for name, fn in operations.items():
@@ -206,11 +306,20 @@ def float_cases() -> None:
         case(f"{name}.bf16", "bf16 bf16", "bf16", brain(fn))
         case(f"{name}.bf16x2", "bf16x2 bf16x2", "bf16x2", twice(fn))
     fused = lambda a, b, c: f32_word(exact(a) * exact(b) + exact(c))  # noqa: E731
-    near = [floats(1), floats(2), [f32_word(-f32(a) * f32(b)) for a, b in zip(floats(1), floats(2), strict=True)]]
+    near = [
+        floats(1),
+        floats(2),
+        [f32_word(-f32(a) * f32(b)) for a, b in zip(floats(1), floats(2), strict=True)],
+    ]
     case("fma.rn.f32", "f32 f32 f32", "f32", fused, near)
     case("fma.rn.f32x2", "f32x2 f32x2 f32x2", "f32x2", pairwise(fused))
     case("fma.rn.bf16x2", "bf16x2 bf16x2 bf16x2", "bf16x2", twice(lambda a, b, c: a * b + c))
-    case("fma.rn.f32.bf16", "bf16 bf16 f32", "f32", lambda a, b, c: f32_word(bf16(a) * bf16(b) + exact(c)))
+    case(
+        "fma.rn.f32.bf16",
+        "bf16 bf16 f32",
+        "f32",
+        lambda a, b, c: f32_word(bf16(a) * bf16(b) + exact(c)),
+    )
     case("add.rn.f32.bf16", "bf16 f32", "f32", lambda a, c: f32_word(bf16(a) + exact(c)))
     case("neg.f32", "f32", "f32", lambda a: a ^ 0x80000000)
     case("abs.f32", "f32", "f32", lambda a: a & 0x7FFFFFFF)
@@ -220,9 +329,25 @@ def float_cases() -> None:
     case("div.rn.f32", "f32 f32", "f32", lambda a, b: f32_word(exact(a) / exact(b)))
     powers = [f32_word(float(i - 16)) for i in range(LANES)]
     case("ex2.approx.ftz.f32", "f32", "f32", lambda a: f32_word(2.0 ** f32(a)), [powers])
-    case("lg2.approx.ftz.f32", "f32", "f32", lambda a: f32_word(math.log2(f32(a))), [[f32_word(2.0 ** (i - 16)) for i in range(LANES)]])
+    case(
+        "lg2.approx.ftz.f32",
+        "f32",
+        "f32",
+        lambda a: f32_word(math.log2(f32(a))),
+        [[f32_word(2.0 ** (i - 16)) for i in range(LANES)]],
+    )
     tiny = [[0x00000001, 0x80000001, *floats(1)][:LANES], [0] * 2 + floats(2)[2:]]
-    case("add.ftz.f32", "f32 f32", "f32", lambda a, b: f32_word(exact(_flush(a)) + exact(_flush(b))) if _flush(a) & 0x7FFFFFFF or b & 0x7FFFFFFF else (_flush(a) & b), tiny)
+    case(
+        "add.ftz.f32",
+        "f32 f32",
+        "f32",
+        lambda a, b: (
+            f32_word(exact(_flush(a)) + exact(_flush(b)))
+            if _flush(a) & 0x7FFFFFFF or b & 0x7FFFFFFF
+            else (_flush(a) & b)
+        ),
+        tiny,
+    )
 
 
 def _flush(word: int) -> int:
@@ -231,8 +356,8 @@ def _flush(word: int) -> int:
 
 def convert_cases() -> None:
     for dst, src in itertools.permutations(("u16", "s16", "u32", "s32", "u64", "s64"), 2):
-        n = (lambda w, b=bits_of(src): signed(w, b)) if src[0] == "s" else (lambda w: w)
-        case(f"cvt.{dst}.{src}", src, dst, lambda a, n=n, m=(1 << bits_of(dst)) - 1: n(a) & m)
+        n = (lambda w, s=src: signed(w, bits_of(s))) if src[0] == "s" else (lambda w: w)
+        case(f"cvt.{dst}.{src}", src, dst, lambda a, n=n, d=dst: n(a) & (1 << bits_of(d)) - 1)
     case("cvt.rn.f32.s32", "s32", "f32", lambda a: f32_word(fractions.Fraction(signed(a, 32))))
     case("cvt.rn.f32.u32", "u32", "f32", lambda a: f32_word(fractions.Fraction(a)))
     case("cvt.rzi.s32.f32", "f32", "s32", lambda a: int(f32(a)) & 0xFFFFFFFF)
@@ -241,10 +366,16 @@ def convert_cases() -> None:
     case("cvt.rpi.s32.f32", "f32", "s32", lambda a: math.ceil(f32(a)) & 0xFFFFFFFF)
     case("cvt.f32.bf16", "bf16", "f32", lambda a: a << 16)
     case("cvt.rn.bf16.f32", "f32", "bf16", lambda a: bf16_word(exact(a)))
-    case("cvt.rn.bf16x2.f32", "f32 f32", "b32", lambda a, b: bf16_word(exact(a)) << 16 | bf16_word(exact(b)))
+    case(
+        "cvt.rn.bf16x2.f32",
+        "f32 f32",
+        "b32",
+        lambda a, b: bf16_word(exact(a)) << 16 | bf16_word(exact(b)),
+    )
 
 
-# -- files --------------------------------------------------------------------------------------------
+# -- files
+# --------------------------------------------------------------------------------------------
 _REGISTER = {16: "%h", 32: "%r", 64: "%d"}
 
 
@@ -252,9 +383,13 @@ def render(opcode: str, sources: list[str], result: str, fn, given: list | None)
     """The .ptx file of one case."""
     columns = given or [inputs(t, i + 1) for i, t in enumerate(sources)]
     expected = [fn(*row) for row in zip(*columns, strict=True)]
-    arrays = [(f"in{i}", bits_of(t), c) for i, (t, c) in enumerate(zip(sources, columns, strict=True))]
+    arrays = [
+        (f"in{i}", bits_of(t), c) for i, (t, c) in enumerate(zip(sources, columns, strict=True))
+    ]
     arrays.append(("out", bits_of(result), expected))
-    lines = [f"//! {name} b{bits} " + " ".join(f"{w:x}" for w in words) for name, bits, words in arrays]
+    lines = [
+        f"//! {name} b{bits} " + " ".join(f"{w:x}" for w in words) for name, bits, words in arrays
+    ]
     parameters = ", ".join(f".param .u64 p_{name}" for name, *_ in arrays)
     body = ["mov.u32 %r0, %tid.x;"]
     names = []
@@ -273,7 +408,10 @@ def render(opcode: str, sources: list[str], result: str, fn, given: list | None)
     registers = ".reg .pred %p<4>;\n.reg .b16 %h<32>;\n.reg .b32 %r<32>;\n.reg .b64 %d<32>;"
     head = ".version 8.8\n.target sm_100a\n.address_size 64"
     code = "\n".join(body)
-    return "\n".join(lines) + f"\n{head}\n.visible .entry test({parameters})\n{{\n{registers}\n{code}\n}}\n"
+    return (
+        "\n".join(lines)
+        + f"\n{head}\n.visible .entry test({parameters})\n{{\n{registers}\n{code}\n}}\n"
+    )
 
 
 def main() -> None:
