@@ -21,7 +21,7 @@ RELEASES = ("cudnn-1.26.0", "cudnn-1.27.0", "cudnn-1.32.0")
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jax_dsa.verify", description=__doc__.splitlines()[0]
+        prog="python -m jax_dsa.verify", description=str(__doc__).splitlines()[0]
     )
     parser.add_argument(
         "--control", choices=RELEASES, required=True, help="a public kernel, installed by name"

@@ -4,6 +4,7 @@ branch or exit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jax_dsa.emulator.isa.assembler import Assembler, guarded
@@ -45,10 +46,10 @@ class Code:
         self.layout = self.assembler.layout
         self.meets = flow.reconvergence(kernel)
         self.leaders = set(flow.leaders(kernel))
-        self.effects: dict[int, object] = {}
+        self.effects: dict[int, Callable] = {}
         self.branches: dict[int, Branch] = {}
         self.predicates: dict[int, tuple[int, bool]] = {}
-        self.values: dict[int, object] = {}
+        self.values: dict[int, Callable] = {}
         for instruction in kernel.code:
             self._bind(instruction)
         self._segments: dict[int, Segment] = {}

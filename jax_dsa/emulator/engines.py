@@ -56,7 +56,7 @@ class Op:
         self.dependents: list[Op] = []
         self.done = False
         self.waiters: list = []
-        self.sequence: np.ndarray | None = None
+        self.sequence = np.zeros(32, np.int64)
         self.serial = 0
         self.cta = group.cta
         self.family = family or kind

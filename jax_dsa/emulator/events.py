@@ -86,8 +86,11 @@ class Observer:
     def end(self, machine) -> None:
         """The kernel is over."""
 
+    def fill(self, report) -> None:
+        """Adds what was found to the report; called once, after the last launch."""
 
-EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_"))
+
+EVENTS = tuple(name for name in vars(Observer) if not name.startswith("_") and name != "fill")
 
 
 class Bus:

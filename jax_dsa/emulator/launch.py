@@ -212,4 +212,5 @@ def _raw(value: Value, size: int, type_: str, heap: GlobalMemory) -> bytes:
         return struct.pack(_FORMATS[type_], value)
     if isinstance(value, float):
         return struct.pack("<f" if size == 4 else "<d", value)
-    return int(value).to_bytes(size, "little", signed=value < 0)
+    assert isinstance(value, int)
+    return value.to_bytes(size, "little", signed=value < 0)

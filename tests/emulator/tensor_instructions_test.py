@@ -100,8 +100,13 @@ def place(matrix: np.ndarray, mn_major: bool, swizzle: str) -> tuple[np.ndarray,
             image[address // 2] = bits[r, k]
     if mn_major:
         leading, stride = 8 * span, 8 * span * blocks
-        return image, *((stride, leading) if swizzle == "none" else (leading, stride))
-    return image, *((128, 256) if swizzle == "none" else (16, 8 * span))
+        return (image, stride, leading) if swizzle == "none" else (image, leading, stride)
+    return (image, 128, 256) if swizzle == "none" else (image, 16, 8 * span)
+
+
+def placed(*arguments) -> tuple[np.ndarray, tuple[int, int]]:
+    image, leading, stride = place(*arguments)
+    return image, (leading, stride)
 
 
 def descriptor(start_offset: int, leading: int, stride: int, swizzle: str) -> str:
@@ -144,8 +149,8 @@ class MmaTest(parameterized.TestCase):
         """Runs D = A B^T (twice: a second time, accumulating); returns the 128 x 64 words of tensor
         memory.
         """
-        image_a, *layout_a = place(a, a_mn, swizzle)
-        image_b, *layout_b = place(b, b_mn, swizzle)
+        image_a, layout_a = placed(a, a_mn, swizzle)
+        image_b, layout_b = placed(b, b_mn, swizzle)
         image = np.concatenate((image_a, image_b)).view(np.uint32)
         form = (
             "tcgen05.mma.ws.cta_group::1.kind::f16" if ws else "tcgen05.mma.cta_group::1.kind::f16"
@@ -212,7 +217,7 @@ class MmaTest(parameterized.TestCase):
     def test_a_in_tensor_memory(self):
         """Row r of A: lane r, two elements per column, the lower one first."""
         a, b = operands(128, 64)
-        image_b, *layout_b = place(b, False, "128B")
+        image_b, layout_b = placed(b, False, "128B")
         image = np.concatenate((a.view(np.uint16).reshape(-1), image_b)).view(np.uint32)
         body = PROLOGUE.format(size=image.nbytes)
         body += """
@@ -250,7 +255,7 @@ class MmaTest(parameterized.TestCase):
     @parameterized.parameters(("128x256b", 8), ("128x128b", 4))
     def test_copy_from_shared_memory(self, shape, words):
         rows = np.arange(128 * 16, dtype=np.uint16).reshape(128, 16)[:, : 2 * words]
-        image, *layout = place(
+        image, layout = placed(
             np.pad(rows, ((0, 0), (0, 16 - 2 * words))).view(BF16), False, "128B"
         )
         image = image.view(np.uint32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy import copyto
@@ -128,7 +129,7 @@ class Assembler:
         return run
 
 
-def constant(value: int | float, type_: str) -> np.generic:
+def constant(value: int | float, type_: str) -> Any:
     """A literal as ``type_``: integers wrap, a float in a bit type gives its IEEE bits."""
     dtype = registers.dtype_of(type_)
     if isinstance(value, float) and dtype.kind in "ui":

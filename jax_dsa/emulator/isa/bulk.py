@@ -68,7 +68,7 @@ def bulk_load(asm, ins, parts):
     bar, bar_offset = asm.address(ins.operands[3])
 
     def run(group, active):
-        for lane in np.flatnonzero(active):
+        for lane in np.flatnonzero(active).tolist():
             size = int(group.R[count][lane])
             barrier = find(group, int(group.R[bar][lane]) + bar_offset, group, ins)
             if not _size_ok(group, size, ins) or barrier is None:
@@ -97,7 +97,7 @@ def _bind_store(asm, ins, apply, kind: str):
     count = asm.source(ins.operands[2], "u32")
 
     def run(group, active):
-        for lane in np.flatnonzero(active):
+        for lane in np.flatnonzero(active).tolist():
             size = int(group.R[count][lane])
             if not _size_ok(group, size, ins):
                 continue

@@ -31,8 +31,8 @@ class SharedDescriptor(NamedTuple):
         """
         if word >> 49 & 0xF or word >> 46 & 7 != 1 or word >> 61 not in _SWIZZLE_BITS:
             return None
-        fields = [(word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32)]
-        return cls(*fields, _SWIZZLE_BITS[word >> 61])
+        start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        return cls(start, leading, stride, _SWIZZLE_BITS[word >> 61])
 
 
 class InstructionDescriptor(NamedTuple):

@@ -149,7 +149,7 @@ def update_of(operation: str, type_: str):
 
 def _bind_atomic(asm, ins, parts, has_result: bool):
     type_ = parts[-1]
-    element = _ELEMENT.get(type_, type_)
+    element = str(_ELEMENT.get(type_, type_))
     operation = next(p for p in parts[1:] if p in _UPDATE)
     operands = list(ins.operands)
     results = asm.items(operands.pop(0)) if has_result else []

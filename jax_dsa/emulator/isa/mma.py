@@ -97,6 +97,7 @@ def _tell(op, a: Operand, b: Operand, d: Accumulator, accumulate: bool) -> None:
     access, memory, shared = op.group.machine.on.access, op.cta.tensor, op.cta.shared
     if not access:
         return
+    assert b.addresses is not None
     cells = d.cells(memory)
     if a.addresses is not None:
         access(op, op.ins, shared, (a.addresses >> 1).ravel(), READ)
@@ -116,7 +117,7 @@ class _Sources:
         d, a, b, descriptor, *rest = ins.operands
         self.d = asm.address(d)
         self.a_address = asm.address(a) if isinstance(a, Address) else None
-        self.a = None if self.a_address else asm.source(a, "u64")
+        self.a = -1 if self.a_address else asm.source(a, "u64")
         self.b = asm.source(b, "u64")
         self.descriptor = asm.source(descriptor, "u32")
         masks = rest.pop(0) if rest and isinstance(rest[0], Vector) else None

@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class Races(Observer):
     # -- agents -----------------------------------------------------------------------------------
     def launch(self, machine) -> None:
         self.components = Components()
-        self.clock: dict[object, Clock] = {}
+        self.clock: dict[Any, Clock] = {}
         self.own: dict[object, int] = {}
         self.work: dict[Op, Work] = {}
         self.lines: dict[tuple, int] = {}

@@ -91,11 +91,11 @@ class RegisterUse(Observer):
         self.uses: dict[int, Use] = {}
 
     def launch(self, machine) -> None:
-        self.use = self.uses.setdefault(id(machine.code), Use(machine.code))
+        self.table = self.uses.setdefault(id(machine.code), Use(machine.code))
         self.loading.clear()
 
     def execute(self, group, pc: int) -> None:
-        reads, writes = self.use.piece(pc)
+        reads, writes = self.table.piece(pc)
         warp = group.warp
         unknown = reads & ~warp.written
         warp.written |= writes
@@ -108,7 +108,7 @@ class RegisterUse(Observer):
 
     def issue(self, op) -> None:
         if op.kind == "ld":
-            _, written = self.use.instruction(op.ins)
+            _, written = self.table.instruction(op.ins)
             self.loading[op.group.warp] = self.loading.get(op.group.warp, 0) | written
 
     def wait(self, group, family: str, ops, ins, everything: bool) -> None:
@@ -116,13 +116,13 @@ class RegisterUse(Observer):
             self.loading.pop(group.warp, None)
 
     def _first(self, pc: int, wanted: int) -> Instruction:
-        code = self.use.code
+        code = self.table.code
         piece = code.kernel.code[pc : code.segment(pc).pc + 1]
-        return next(i for i in piece if self.use.instruction(i)[0] & wanted)
+        return next(i for i in piece if self.table.instruction(i)[0] & wanted)
 
     def _unknown(self, group, pc: int, unknown: int) -> None:
         ins = self._first(pc, unknown)
-        name = next(n for n, bit in self.use.bit.items() if bit & unknown)
+        name = next(n for n, bit in self.table.bit.items() if bit & unknown)
         site = Site.of(group, ins)
         fault = Fault(
             "uninitialised", site, f"register {name} is read and was never written by this warp"

@@ -7,6 +7,7 @@ Inline assembly opens scopes that repeat names, so registers and labels of a sco
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from jax_dsa.emulator.errors import PtxSyntaxError
 from jax_dsa.emulator.ptx import syntax
@@ -321,7 +322,7 @@ class _Body:
                 self.p.fail(f"',' or {close!r}")
         return tuple(found)
 
-    def simple(self, scope: _Scope):
+    def simple(self, scope: _Scope) -> Any:
         p = self.p
         sign = -1 if p.accept("-") else 1
         if p.token.kind == "number":
@@ -335,6 +336,7 @@ class _Body:
             first = scope.register(name) or self.other_name(name)
         if p.accept("|"):
             second = None if p.accept("_") else self.register(scope)
+            assert first is None or isinstance(first, syntax.Register)
             return syntax.Pair(first, second)
         return first
 
