@@ -23,7 +23,8 @@ from jax_dsa.emulator.isa.addressing import addresses, lane_numbers
 from jax_dsa.emulator.isa.table import find
 from jax_dsa.emulator.observers.clocks import TRAVELS, Clock
 from jax_dsa.emulator.observers.races import Races
-from jax_dsa.emulator.ptx.syntax import Instruction
+from jax_dsa.emulator.ptx.syntax import Address, Immediate, Instruction
+from jax_dsa.emulator.registers import LANES
 from jax_dsa.emulator.report import Report, Site
 
 ORDERING = (
@@ -32,6 +33,7 @@ ORDERING = (
     "tcgen05.fence", "tcgen05.wait", "tcgen05.commit", "cp.async.wait", "cp.async.bulk.wait",
     "cp.async.mbarrier",
 )  # fmt: skip
+ARRIVALS = ("mbarrier.arrive", "tcgen05.commit", "cp.async.mbarrier")
 WAITS = ("mbarrier.try_wait", "mbarrier.test_wait")
 NO_EFFECT_HERE = ("fence.mbarrier_init",)  # orders clusters of several CTAs
 
@@ -121,7 +123,9 @@ class Witness(Races):
         self.owed: list[tuple] = []
         self.through: set[int] = set()
         self.pairs = 0
-        self.open = 0
+        self.open = self.idle = 0
+        self.together: dict[tuple, tuple[Clock, list[int]]] = {}
+        self.arrivals: dict[tuple, int] = {}
 
     def launch(self, machine) -> None:
         super().launch(machine)
@@ -131,14 +135,36 @@ class Witness(Races):
         """Notes the debt: a function that gives the rows the group should know, or None while that
         is not settled.
         """
+        if ins.opcode.startswith(ARRIVALS):
+            self._unheard(group, ins, active)
+            return
         debt = self._debt(group, ins, active)
-        if debt is not None:
+        if debt is None:
+            self.idle += 1
+        else:
             self.owed.append((group, debt))
             self._settle(group, ins)
+
+    def _barrier(self, group, operand, active) -> Mbarrier | None:
+        base, offset = self.code.assembler.address(operand)
+        lanes = lane_numbers(group, active)
+        return group.cta.mbarriers.get(int(addresses(group, lanes, base, offset)[0]))
+
+    def _unheard(self, group, ins: Instruction, active) -> None:
+        """A skipped arrival matters to those who wait for its phase or a later one."""
+        barrier = self._barrier(
+            group, next(o for o in ins.operands if isinstance(o, Address)), active
+        )
+        if barrier is not None:
+            self.arrivals[barrier, barrier.phase] = (
+                self.arrivals.get((barrier, barrier.phase), 0) + 1
+            )
 
     def _debt(self, group, ins: Instruction, active):
         if ins.opcode.startswith(WAITS):
             return self._phase_debt(group, ins, active)
+        if ins.opcode.startswith("bar"):
+            return self._generation_debt(group, ins)
         clock = self._of(group).copy()
         before = clock.rows.copy()
         mine = self.clock[group]
@@ -160,12 +186,27 @@ class Witness(Races):
                 if warp is group.warp and family in _families(ins):
                     self.clock[group].join(pending)
 
-    def _phase_debt(self, group, ins: Instruction, active):
-        base, offset = self.code.assembler.address(ins.operands[1])
-        lanes = lane_numbers(group, active)
-        barrier = group.cta.mbarriers.get(int(addresses(group, lanes, base, offset)[0]))
-        if not isinstance(barrier, Mbarrier):
+    def _generation_debt(self, group, ins: Instruction):
+        """What a skipped named barrier would have taught: the clocks of all who come to it."""
+        values = [o.value for o in ins.operands if isinstance(o, Immediate)]
+        if len(values) != len(ins.operands) or not values:
             return None
+        count = values[1] if len(values) > 1 else group.cta.threads
+        key = (group.cta, values[0])
+        clock, arrived = self.together.setdefault(key, (Clock(), [0]))
+        clock.join(self._of(group))
+        arrived[0] += LANES
+        if arrived[0] >= count:
+            del self.together[key]
+        if "arrive" in ins.opcode:
+            return None
+        return lambda: clock.rows[:TRAVELS] if arrived[0] >= count else None
+
+    def _phase_debt(self, group, ins: Instruction, active):
+        barrier = self._barrier(group, ins.operands[1], active)
+        if barrier is None:
+            return None
+        lanes = lane_numbers(group, active)
         argument = self.code.assembler.source(ins.operands[2], "u32")
         passed = barrier.passed(int(group.R[argument][lanes[0]]))
         phase = barrier.phase - 1 if passed else barrier.phase
@@ -189,6 +230,8 @@ class Witness(Races):
 
     def observe(self, group, barrier, phase: int, ins) -> None:
         super().observe(group, barrier, phase, ins)
+        for known in [k for k in self.arrivals if k[0] is barrier and k[1] <= phase]:
+            del self.arrivals[known]
         if self.owed:
             self._settle(group, ins)
 
@@ -221,8 +264,14 @@ class Witness(Races):
                 f"; what it tells is learned at line{'s' if len(through) > 1 else ''}"
                 f" {', '.join(map(str, through))}"
             )
+        if self.idle:
+            text += f"; {self.idle} times it has nothing to tell"
         if self.open:
-            text += f"; {self.open} times nothing that follows depends on it"
+            text += (
+                f"; {self.open} times nothing that follows needs more of it than is ordered already"
+            )
+        if self.arrivals:
+            text += f"; nobody waits for the phase of {sum(self.arrivals.values())} of its arrivals"
         return text
 
 
