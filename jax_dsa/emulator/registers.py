@@ -39,7 +39,9 @@ class Layout:
         self.types = dict(declared)
         self.rows: dict[str, tuple[np.dtype, int]] = {}
         self.counts: dict[np.dtype, int] = {}
-        self.views: list[tuple[str, np.dtype, bool, int | None]] = []
+        self.views: list[tuple[int, int]] = []  # (slot, row) of each view
+        self.slots: list[tuple[np.dtype, np.dtype, bool, int]] = []  # storage, type, packed, part
+        self._slot_numbers: dict[tuple, int] = {}
         self.numbers: dict[tuple, int] = {}
         self.constants: dict[int, np.ndarray] = {}
 
@@ -50,16 +52,27 @@ class Layout:
         key = (register, type_, part)
         if key not in self.numbers:
             self._row(register)
+            storage, row = self.rows[register]
+            slot = self._slot((storage, dtype_of(type_), type_ in PACKED, part or 0))
             self.numbers[key] = len(self.views)
-            self.views.append((register, dtype_of(type_), type_ in PACKED, part))
+            self.views.append((slot, row))
         return self.numbers[key]
+
+    def _slot(self, key: tuple) -> int:
+        """Number of a way to look at all registers of one width: all views of a slot differ by row
+        only.
+        """
+        if key not in self._slot_numbers:
+            self._slot_numbers[key] = len(self.slots)
+            self.slots.append(key)
+        return self._slot_numbers[key]
 
     def constant(self, value: np.generic) -> int:
         """Number of the view that reads as ``value`` in every lane."""
         key = ("constant", value.dtype, value.tobytes())
         if key not in self.numbers:
             number = self.numbers[key] = len(self.views)
-            self.views.append(("", value.dtype, False, None))
+            self.views.append((-1, 0))
             array = np.full(LANES, value)
             array.flags.writeable = False
             self.constants[number] = array
@@ -82,7 +95,6 @@ class RegisterFile(dict):
     def __init__(self, layout: Layout):
         super().__init__(layout.constants)
         self.layout = layout
-        self.typed: dict[tuple, np.ndarray] = {}
         self.storage = {
             dtype: np.full(
                 (count, LANES),
@@ -91,22 +103,24 @@ class RegisterFile(dict):
             )
             for dtype, count in layout.counts.items()
         }
+        self.slots = [_look(self.storage[s], *how) for s, *how in layout.slots]
 
     def __missing__(self, number: int) -> np.ndarray:
-        register, dtype, packed, part = self.layout.views[number]
-        storage, row = self.layout.rows[register]
-        typed = self.typed.get((storage, dtype))
-        if typed is None:
-            typed = self.typed[storage, dtype] = self.storage[storage].view(dtype)
-        bits = typed[row]
-        if packed:
-            bits = bits.reshape(LANES, -1)
-        elif bits.size > LANES:
-            bits = bits[part or 0 :: bits.size // LANES]
-        self[number] = bits
-        return bits
+        slot, row = self.layout.views[number]
+        view = self[number] = self.slots[slot][row]
+        return view
 
     def set(self, register: str, values) -> None:
         """Writes a whole register (special registers at the start of a warp)."""
         storage, row = self.layout.rows[register]
         self.storage[storage][row] = values
+
+
+def _look(storage: np.ndarray, dtype: np.dtype, packed: bool, part: int) -> np.ndarray:
+    """All registers of one width as ``dtype``: [registers, 32], or [registers, 32, 2] for packed
+    types.
+    """
+    typed = storage.view(dtype)
+    if packed:
+        return typed.reshape(len(storage), LANES, -1)
+    return typed[:, part :: typed.shape[1] // LANES]

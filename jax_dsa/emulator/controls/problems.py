@@ -62,6 +62,8 @@ def make(case: Case) -> Inputs:
     q, kv, dout, sink, scale = builder(case, rng)
     indices = np.stack([_slots(case, rng) for _ in range(case.S)]).astype(np.int32)
     out, lse = forward(q, kv, indices, case.length, sink, scale)
+    if case.exact:
+        out = np.round(out)  # the rows cancel in pairs; exp and log leave 1e-17 of them
     return Inputs(
         q, kv, out.astype(BF16), dout, lse.astype(np.float32), sink, indices, case.length, scale
     )

@@ -11,10 +11,13 @@ from jax_dsa.emulator.ptx.syntax import Negated, Pair
 from jax_dsa.emulator.registers import LANES
 
 _LANE = np.arange(LANES)
+_WHOLE_WARP = b"\xff" * 4 * LANES
 
 
 def _member_check(group, active, members: np.ndarray, ins) -> None:
     """Every lane that runs a .sync instruction must be in its member mask."""
+    if members.tobytes() == _WHOLE_WARP:
+        return
     if not (members[active] >> np.flatnonzero(active).astype(np.uint32) & 1).all():
         group.machine.fault(
             "warp",
