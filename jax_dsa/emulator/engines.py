@@ -160,8 +160,8 @@ class Tracker:
 
     def before(self, lanes: np.ndarray, newest: int) -> list[Op]:
         """Operations of these lanes in groups other than the newest ``newest`` closed ones."""
-        limit = self.closed - newest
-        return [op for op in self.ops if ((op.sequence < limit) & op.lanes & lanes).any()]
+        limit, mine = self.closed - newest, bits(lanes)
+        return [op for op in self.ops if op.bits & mine & bits(op.sequence < limit)]
 
     def forget(self, ops: Iterable[Op]) -> None:
         gone = set(map(id, ops))

@@ -93,10 +93,11 @@ def commit_group(asm, ins, parts):
 
 def wait_for(group, ins, family: str, ops: list, everything: bool):
     """Waits until the operations are done, then tells the observers and forgets them."""
-    for op in ops:
-        if not op.done:
-            op.waiters.append(group)
-            return group.machine.wait(group, f"waits for {op}", op)
+    running = [op for op in ops if not op.done]
+    if running:
+        # The newest one is usually the last to finish; the instruction is tried again then.
+        running[-1].waiters.append(group)
+        return group.machine.wait(group, f"waits for {running[-1]}", running[-1])
     if group.machine.on.wait:
         group.machine.on.wait(group, family, ops, ins, everything)
     return None

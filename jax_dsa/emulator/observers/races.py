@@ -96,6 +96,7 @@ class Races(Observer):
     # --------------------------------------------------------------------------
     def issue(self, op: Op) -> None:
         issuer = self._of(op.group)
+        issuer.grow(len(self.components.history) + 1)  # copies of it need not grow then
         issued = (self.own[op.group], issuer.get(self.own[op.group]))
         if op.kind == "arrive":
             work = self._announcement(op, issuer, issued)
