@@ -160,13 +160,6 @@ class TensorMemory:
         return f"{self.name} columns {ranges(np.unique(cells % self.COLUMNS))}, lanes {lanes}"
 
 
-def is_contiguous(offsets: np.ndarray, size: int) -> bool:
-    """True when ascending ``offsets`` are ``size`` apart."""
-    return bool(
-        offsets[-1] - offsets[0] == size * (offsets.size - 1) and (np.diff(offsets) == size).all()
-    )
-
-
 def cells_of_bytes(offsets: np.ndarray, size: int) -> np.ndarray:
     """Cells touched by ``size`` bytes at each byte offset."""
     if size <= CELL:

@@ -103,7 +103,9 @@ class RegisterFile(dict):
             )
             for dtype, count in layout.counts.items()
         }
-        self.slots = [_look(self.storage[s], *how) for s, *how in layout.slots]
+        self.slots = [
+            _look(self.storage[s], t, packed, part) for s, t, packed, part in layout.slots
+        ]
 
     def __missing__(self, number: int) -> np.ndarray:
         slot, row = self.layout.views[number]

@@ -45,7 +45,6 @@ class Work:
     component: int
     sources: int = -1
     tick: int = 0
-    single: bool = False
 
 
 class Races(Observer):
@@ -58,8 +57,7 @@ class Races(Observer):
         self.faults: dict[tuple, Fault] = {}
         self.lints: dict[tuple, Fault] = {}
         self.want_lints = lints
-        self.shadows: dict[int, Shadow] = {}
-        self.kept: list = []
+        self.shadows: dict[int, tuple[Any, Shadow]] = {}  # by id of the memory, kept with it
 
     # -- agents -----------------------------------------------------------------------------------
     def launch(self, machine) -> None:
@@ -73,7 +71,7 @@ class Races(Observer):
         self.inits: dict[object, tuple[int, int]] = {}
         self.fenced: dict[object, Clock] = {}
         self.flagged: dict[object, Clock] = {}
-        for shadow in self.shadows.values():
+        for _, shadow in self.shadows.values():
             shadow.settle()
 
     def _of(self, group) -> Clock:
@@ -106,7 +104,7 @@ class Races(Observer):
             work = self._queued(op, issuer, issued)
         else:
             component = self.components.new(False, issuer)
-            work = Work(issuer.copy(), issuer.copy(), issued, component, single=True)
+            work = Work(issuer.copy(), issuer.copy(), issued, component)
             self._done(work, op, component)
         self.work[op] = work
 
@@ -152,7 +150,6 @@ class Races(Observer):
         copies = self.pending.get((op.group.warp, "cp"))
         if copies is not None:
             chain.join(copies)
-        np.maximum(chain.rows[AFTER], 0, out=chain.rows[AFTER])
         clock = chain.copy()
         clock.rows[AFTER, : issuer.rows.shape[1]] = issuer.rows[AFTER, : clock.rows.shape[1]]
         work = Work(clock, clock, issued, component)
@@ -269,9 +266,8 @@ class Races(Observer):
     def _shadow(self, memory) -> Shadow:
         found = self.shadows.get(id(memory))
         if found is None:
-            found = self.shadows[id(memory)] = Shadow(memory.cells, memory.initialised)
-            self.kept.append(memory)
-        return found
+            found = self.shadows[id(memory)] = (memory, Shadow(memory.cells, memory.initialised))
+        return found[1]
 
     def _report(self, agent, ins, memory, conflict: Conflict, kind: str, row: int) -> None:
         first_agent, first_ins = self.components.who(conflict.component, conflict.tick)
@@ -332,11 +328,6 @@ class Races(Observer):
             )
 
     # -- the end ----------------------------------------------------------------------------------
-    def finish(self, op: Op) -> None:
-        work = self.work[op]
-        if work.single and not op.dependents:
-            self.kept.append((op.cta, work, op))
-
     def leave(self, cta) -> None:
         """Work that no warp of the CTA has learned to be complete is still running when the CTA
         ends.
