@@ -1,0 +1,1 @@
+"""Compiled kernels: the schema of their manifest."""

@@ -1,0 +1,180 @@
+"""The schema of a compiled kernel: everything that a launcher, the emulator and the doctor need to
+know of it.
+
+A ``Manifest`` is a list of ``Kernel`` entries and is stored as JSON. Nothing here imports anything
+of the package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+VERSION = 1
+KINDS = ("pointer", "scalar", "tensor_map", "bytes")
+SCALARS = {"i32": 4, "u32": 4, "f32": 4, "i64": 8, "u64": 8, "f64": 8}
+
+
+class ManifestError(ValueError):
+    """A manifest that does not fit its schema or its kernel."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One kernel parameter, in the order of the ``.entry``.
+
+    Attributes:
+      name: what it is called in launches and reports.
+      kind: "pointer" (8 bytes), "scalar" (``type`` says which), "tensor_map" (128 bytes, aligned to
+        64) or "bytes"
+        (``size`` bytes that the launcher fills: structures).
+      type: a key of SCALARS, for scalars.
+      size: bytes, for kind "bytes"; the others know theirs.
+      tensor_map: for tensor maps: rank, box, element strides, swizzle, as in
+        ``cuTensorMapEncodeTiled``.
+    """
+
+    name: str
+    kind: str
+    type: str = ""
+    size: int = 0
+    tensor_map: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        fixed = {"pointer": 8, "tensor_map": 128, "bytes": self.size}
+        return SCALARS.get(self.type, 0) if self.kind == "scalar" else fixed.get(self.kind, 0)
+
+    def problems(self) -> list[str]:
+        if self.kind not in KINDS:
+            return [f"parameter {self.name!r}: kind {self.kind!r} is not one of {KINDS}"]
+        if self.kind == "scalar" and self.type not in SCALARS:
+            return [f"parameter {self.name!r}: type {self.type!r} is not one of {sorted(SCALARS)}"]
+        return (
+            []
+            if self.bytes > 0
+            else [f"parameter {self.name!r}: size must be positive, got {self.size}"]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """Warps ``first`` to ``last`` (inclusive) of each CTA share a task; reports use the name."""
+
+    name: str
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A named piece of memory: ``space`` "shared" (bytes) or "tensor" (columns); [start, stop)."""
+
+    name: str
+    space: str
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel of one architecture.
+
+    Attributes:
+      symbol: name of the ``.entry``; arch: e.g. "sm_100a"; op: e.g. "backward".
+      facts: what it serves (head_dim, dtype, ...); compared with a problem by equality.
+      parameters: see Parameter.
+      block, cluster: threads per CTA, CTAs per cluster; dynamic_shared_bytes per CTA.
+      registers: per thread at launch (None: unknown); stack_frame in bytes (0: nothing is spilled).
+      workspaces: name -> size in bytes as a formula over the launch's facts.
+      roles, regions: names for reports.
+      hashes: "source", "ptx", "cubin" -> SHA-256; tools: tool -> version; minimum_driver of the
+        cubin.
+    """
+
+    symbol: str
+    arch: str
+    op: str
+    parameters: Sequence[Parameter]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    dynamic_shared_bytes: int = 0
+    registers: int | None = None
+    stack_frame: int | None = None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    workspaces: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    roles: Sequence[Role] = ()
+    regions: Sequence[Region] = ()
+    hashes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tools: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    minimum_driver: str = ""
+
+    def role(self, warp: int) -> str:
+        """The name of the role of a warp, or ""."""
+        return next((r.name for r in self.roles if r.first <= warp <= r.last), "")
+
+    def check_parameters(self, sizes: Sequence[int]) -> None:
+        """Compares the parameter list with the byte sizes that the ``.entry`` declares.
+
+        Raises:
+          ManifestError: naming the first parameter that differs.
+        """
+        for problem in (p for parameter in self.parameters for p in parameter.problems()):
+            raise ManifestError(f"kernel {self.symbol}: {problem}")
+        listed = [(p.name, p.bytes) for p in self.parameters]
+        if len(listed) != len(sizes):
+            raise ManifestError(
+                f"kernel {self.symbol}: the manifest lists {len(listed)} parameters, the .entry"
+                f" has {len(sizes)}."
+            )
+        for i, ((name, size), declared) in enumerate(zip(listed, sizes, strict=True)):
+            if size != declared:
+                raise ManifestError(
+                    f"kernel {self.symbol}: parameter {i} ({name!r}) has {size} bytes in the"
+                    f" manifest,"
+                    f" {declared} in the .entry."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """All kernels of a build."""
+
+    kernels: Sequence[Kernel]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {"version": VERSION, "kernels": [dataclasses.asdict(k) for k in self.kernels]}, indent=1
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+          ManifestError: for another version, unknown or missing fields, or a parameter that is
+            none.
+        """
+        data = json.loads(text)
+        if data.get("version") != VERSION:
+            raise ManifestError(
+                f"manifest version {data.get('version')!r}, wanted {VERSION}: rebuild the cubins."
+            )
+        return cls([_kernel(entry) for entry in data["kernels"]])
+
+
+def _kernel(entry: dict) -> Kernel:
+    nested = {"parameters": Parameter, "roles": Role, "regions": Region}
+    try:
+        for field, kind in nested.items():
+            entry[field] = tuple(kind(**item) for item in entry.get(field, ()))
+        for field in ("block", "cluster"):
+            entry[field] = tuple(entry[field])
+        kernel = Kernel(**entry)
+    except (TypeError, KeyError) as error:
+        raise ManifestError(f"kernel entry {entry.get('symbol', '?')}: {error}") from None
+    for problem in (p for parameter in kernel.parameters for p in parameter.problems()):
+        raise ManifestError(f"kernel {kernel.symbol}: {problem}")
+    return kernel

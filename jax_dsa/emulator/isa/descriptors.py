@@ -1,0 +1,100 @@
+"""Shared-memory and instruction descriptors of tcgen05 (PTX ISA 9.7.16.4) and the addresses that
+they mean.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from jax_dsa.emulator.tensor_map import swizzle
+
+_SWIZZLE_BITS = {0: 0, 6: 1, 4: 2, 2: 3}
+
+
+class SharedDescriptor(NamedTuple):
+    """Fields of a 64-bit matrix descriptor, in bytes; ``bits`` is the number of swizzled address
+    bits.
+    """
+
+    start: int
+    leading: int
+    stride: int
+    bits: int
+
+    @classmethod
+    def decode(cls, word: int) -> SharedDescriptor | None:
+        """None for fields that are not supported: base offset, absolute leading dimension, 32-byte
+        atoms.
+        """
+        if word >> 49 & 0xF or word >> 46 & 7 != 1 or word >> 61 not in _SWIZZLE_BITS:
+            return None
+        start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        return cls(start, leading, stride, _SWIZZLE_BITS[word >> 61])
+
+
+class InstructionDescriptor(NamedTuple):
+    """Fields of the 32-bit descriptor of kind::f16 (9.7.16.4.2)."""
+
+    d_type: int
+    a_type: int
+    b_type: int
+    negate_a: bool
+    negate_b: bool
+    a_mn_major: bool
+    b_mn_major: bool
+    n: int
+    m: int
+
+    @classmethod
+    def decode(cls, word: int) -> InstructionDescriptor:
+        flags = [bool(word >> bit & 1) for bit in (13, 14, 15, 16)]
+        types = (word >> 4 & 3, word >> 7 & 7, word >> 10 & 7)
+        return cls(*types, *flags, n=(word >> 17 & 63) << 3, m=(word >> 24 & 31) << 4)
+
+
+@functools.lru_cache(4096)
+def element_addresses(
+    descriptor: SharedDescriptor, rows: int, depth: int, mn_major: bool
+) -> np.ndarray:
+    """Byte address of each 16-bit element, [rows, depth]: canonical layouts of 9.7.16.3, swizzled
+    at the end.
+    """
+    row, k = np.arange(rows)[:, None], np.arange(depth)
+    span = 16 << descriptor.bits  # bytes that are contiguous in the major direction
+    if mn_major:
+        per = span // 2
+        outer, inner = (descriptor.leading, descriptor.stride) if descriptor.bits else (
+            descriptor.stride, descriptor.leading)  # fmt: skip
+        address = row % per * 2 + row // per * outer + k % 8 * span + k // 8 * inner
+    elif descriptor.bits:
+        address = row % 8 * span + row // 8 * descriptor.stride + 2 * k
+    else:
+        address = (
+            row % 8 * 16 + row // 8 * descriptor.stride + k // 8 * descriptor.leading + k % 8 * 2
+        )
+    return swizzle(descriptor.start + address, descriptor.bits)
+
+
+def operand_bytes(
+    group, ins, word: int, rows: int, depth: int, mn_major: bool
+) -> np.ndarray | None:
+    """Addresses of an operand in the CTA's shared memory, or None after a report."""
+    descriptor = SharedDescriptor.decode(word)
+    if descriptor is None:
+        group.machine.fault(
+            "tensor core", group, ins, f"descriptor {word:#018x} has fields that are not supported"
+        )
+        return None
+    addresses = element_addresses(descriptor, rows, depth, mn_major)
+    if group.cta.shared.locate(int(addresses.min()), int(addresses.max()) + 2) is None:
+        group.machine.fault(
+            "out of bounds",
+            group,
+            ins,
+            f"operand at shared bytes {addresses.min()}..{addresses.max()}",
+        )
+        return None
+    return addresses

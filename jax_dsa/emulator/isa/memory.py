@@ -1,0 +1,239 @@
+"""Loads, stores and atomics of threads (PTX ISA 9.7.9.8-9.7.9.13, 9.7.13.7-9.7.13.8)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_dsa.emulator.barriers import Flag
+from jax_dsa.emulator.events import ATOMIC, READ, WRITE
+from jax_dsa.emulator.isa.addressing import places, told
+from jax_dsa.emulator.isa.numerics import narrow_bf16, widen_bf16
+from jax_dsa.emulator.isa.table import effect
+from jax_dsa.emulator.ptx.syntax import SIZES
+from jax_dsa.emulator.registers import dtype_of
+
+TYPES = "{b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64}"
+SPACE = "{|.global|.shared|.shared::cta}"
+VECTOR = "{|.v2|.v4|.v8}"
+ORDER = "{.relaxed|.acquire|.release|.acq_rel}.{cta|cluster|gpu|sys}"
+CACHE = "{|.ca|.cg|.cs|.cv|.lu|.L1::no_allocate|.L1::evict_first|.L1::evict_last|.L1::evict_normal}"
+SCOPES = ("cta", "cluster", "gpu", "sys")
+
+
+def space_of(parts: list[str]) -> str:
+    return next(
+        (p.split("::")[0] for p in parts if p.split("::")[0] in ("global", "shared", "param")), ""
+    )
+
+
+def _flags(group, place, parts: list[str]):
+    """The words accessed, as Flags; ``.cta`` scope orders threads of one CTA only."""
+    scope = next((p for p in parts if p in SCOPES), "gpu")
+    owner = str(group.cta) if scope == "cta" else "device"
+    flags = group.machine.memory.flags
+    for offset in np.unique(place.offsets).tolist():
+        address = place.memory.base + offset
+        yield flags.setdefault((address, owner, place.memory.name), Flag(address, scope))
+
+
+def _publish(group, ins, place, parts: list[str]) -> None:
+    """Before an atomic write: a release makes an edge, a relaxed one after a fence."""
+    on = group.machine.on
+    if _releases(parts) and on.arrive:
+        for flag in _flags(group, place, parts):
+            on.arrive(group, flag, 0, ins)
+    elif group.machine.memory.fenced and on.relaxed:
+        for flag in _flags(group, place, parts):
+            on.relaxed(group, flag, True, ins)
+
+
+def _learn(group, ins, place, parts: list[str]) -> None:
+    """After an atomic read: an acquire makes an edge, a relaxed one before a fence."""
+    on = group.machine.on
+    if _acquires(parts) and on.observe:
+        for flag in _flags(group, place, parts):
+            on.observe(group, flag, 0, ins)
+    elif group.machine.memory.fenced and on.relaxed:
+        for flag in _flags(group, place, parts):
+            on.relaxed(group, flag, False, ins)
+
+
+def _acquires(parts) -> bool:
+    return "acquire" in parts or "acq_rel" in parts
+
+
+def _releases(parts) -> bool:
+    return "release" in parts or "acq_rel" in parts
+
+
+@effect(
+    f"ld{{|.weak|.volatile}}{SPACE}{VECTOR}.{TYPES}",
+    f"ld.param{VECTOR}.{TYPES}",
+    f"ld.global{{|.nc}}{CACHE[:1] + CACHE[2:]}{VECTOR}.{TYPES}",
+    f"ld.global.nc{VECTOR}.{TYPES}",
+    f"ld{{.relaxed|.acquire}}.{{cta|cluster|gpu|sys}}{SPACE}{VECTOR}.{TYPES}",
+)
+def ld(asm, ins, parts):
+    """Load, one or several elements per lane (9.7.9.8, 9.7.9.9)."""
+    type_, size, space = parts[-1], SIZES[parts[-1]], space_of(parts)
+    targets = [None if t is None else asm.destination(t, type_) for t in asm.items(ins.operands[0])]
+    base, offset = asm.address(ins.operands[1])
+    dtype, total, atomic = (
+        dtype_of(type_),
+        size * len(targets),
+        "relaxed" in parts or "acquire" in parts,
+    )
+
+    def run(group, active):
+        for place in places(group, active, base, offset, total, space, ins):
+            view, index = place.memory.views[size].view(dtype), place.offsets // size
+            for i, target in enumerate(targets):
+                if target is not None:
+                    group.R[target][place.lanes] = view.take(index + i)
+            if place.memory.space != "param":
+                told(group, ins, place, total, ATOMIC if atomic else READ)
+            if atomic:
+                _learn(group, ins, place, parts)
+
+    return run
+
+
+@effect(
+    f"st{{|.weak|.volatile}}{SPACE}{VECTOR}.{TYPES}",
+    f"st.global{CACHE[:1] + CACHE[2:]}{VECTOR}.{TYPES}",
+    f"st{{.relaxed|.release}}.{{cta|cluster|gpu|sys}}{SPACE}{VECTOR}.{TYPES}",
+)
+def st(asm, ins, parts):
+    """Store, one or several elements per lane (9.7.9.12)."""
+    type_, size, space = parts[-1], SIZES[parts[-1]], space_of(parts)
+    sources = [asm.source(s, type_) for s in asm.items(ins.operands[1])]
+    base, offset = asm.address(ins.operands[0])
+    dtype, total, atomic = (
+        dtype_of(type_),
+        size * len(sources),
+        "relaxed" in parts or "release" in parts,
+    )
+
+    def run(group, active):
+        for place in places(group, active, base, offset, total, space, ins):
+            if atomic:
+                _publish(group, ins, place, parts)
+            view, index = place.memory.views[size].view(dtype), place.offsets // size
+            for i, source in enumerate(sources):
+                view[index + i] = group.R[source][place.lanes]
+            told(group, ins, place, total, ATOMIC if atomic else WRITE)
+
+    return run
+
+
+def _bf16(fn):
+    return lambda a, b: narrow_bf16(fn(widen_bf16(a), widen_bf16(b)))
+
+
+_UPDATE = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor, "exch": lambda old, b: b, "inc": lambda old, b: np.where(old >= b, 0,
+    old + 1),
+    "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - 1),
+    "cas": lambda old, b, c: np.where(old == b, c, old),
+}  # fmt: skip
+# element type in memory of packed types
+_ELEMENT = {"bf16x2": "bf16", "f16x2": "f16"}
+
+
+def update_of(operation: str, type_: str):
+    """The function (old, operand, ...) -> new of an atomic on elements of ``type_``."""
+    fn = _UPDATE[operation]
+    return _bf16(fn) if type_.startswith("bf16") else fn
+
+
+def _bind_atomic(asm, ins, parts, has_result: bool):
+    type_ = parts[-1]
+    element = str(_ELEMENT.get(type_, type_))
+    operation = next(p for p in parts[1:] if p in _UPDATE)
+    operands = list(ins.operands)
+    results = asm.items(operands.pop(0)) if has_result else []
+    targets = [None if r is None else asm.destination(r, type_) for r in results]
+    base, offset = asm.address(operands.pop(0))
+    columns = [asm.items(o) for o in operands]
+    sources = [[asm.source(item, type_) for item in column] for column in columns]
+    size = dtype_of(element).itemsize
+    total = dtype_of(type_).itemsize * (2 if element != type_ else 1) * len(sources[0])
+    fn, space = update_of(operation, type_), space_of(parts)
+
+    def run(group, active):
+        for place in places(group, active, base, offset, total, space, ins):
+            _publish(group, ins, place, parts)
+            operands = [_stack(group, column, place.lanes) for column in sources]
+            old = apply(
+                place.memory.views[size].view(dtype_of(element)),
+                place.offsets // size,
+                fn,
+                operands,
+            )
+            per = old.shape[1] // max(len(targets), 1)
+            for i, target in enumerate(targets):
+                if target is not None:
+                    piece = old[:, i * per : (i + 1) * per]
+                    group.R[target][place.lanes] = piece if per > 1 else piece[:, 0]
+            told(group, ins, place, total, ATOMIC)
+            _learn(group, ins, place, parts)
+
+    return run
+
+
+def _stack(group, views, lanes) -> np.ndarray:
+    return np.concatenate([group.R[v][lanes].reshape(lanes.size, -1) for v in views], axis=1)
+
+
+def apply(view: np.ndarray, index: np.ndarray, fn, operands: list[np.ndarray]) -> np.ndarray:
+    """Read-modify-write of consecutive elements at each index, lane after lane where lanes collide;
+    old values.
+    """
+    where = index[:, None] + np.arange(operands[0].shape[1])
+    if np.unique(index).size == index.size:
+        old = view[where]
+        view[where] = fn(old, *operands)
+        return old
+    old = np.empty_like(operands[0])
+    for lane, row in enumerate(where):
+        old[lane] = view[row]
+        view[row] = fn(old[lane], *[o[lane] for o in operands])
+    return old
+
+
+_ATOMICS = [
+    f"{stem}{{|.global|.shared|.shared::cta}}.{form}"
+    for stem in ("", ORDER)
+    for form in (
+        "add.{u32|s32|u64|f32|f64}", "add.noftz.{f16|bf16|f16x2|bf16x2}",
+        "{min|max}.{u32|s32|u64|s64}",
+        "{and|or|xor|exch}.{b32|b64}", "{inc|dec}.u32", "add.{v2|v4}.f32",
+        "add.{v2|v4|v8}.{f16|bf16}",
+        "add.noftz.{v2|v4|v8}.{f16|bf16}", "add{|.noftz}.{v2|v4}.{f16x2|bf16x2}",
+    )
+]  # fmt: skip
+_CAS = [f"{stem}{{|.global|.shared|.shared::cta}}.cas.{{b32|b64}}" for stem in ("", ORDER)]
+
+
+@effect(*[f"atom{f}" for f in _ATOMICS + _CAS])
+def atom(asm, ins, parts):
+    """Atomic read-modify-write that returns the old value (9.7.13.7)."""
+    return _bind_atomic(asm, ins, parts, has_result=True)
+
+
+@effect(*[f"red{f}" for f in _ATOMICS])
+def red(asm, ins, parts):
+    """Atomic read-modify-write without a result (9.7.13.8)."""
+    return _bind_atomic(asm, ins, parts, has_result=False)
+
+
+@effect(
+    "{prefetch|prefetchu}.tensormap",
+    "prefetch{|.global}.{L1|L2}",
+    "discard{|.global}.L2",
+    "applypriority.L2",
+)
+def prefetch(asm, ins, parts):
+    """Hints without a result (9.7.9.17)."""
+    return lambda group, active: None

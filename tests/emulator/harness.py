@@ -1,0 +1,56 @@
+"""Tiny kernels for tests: PTX around a body, arrays in, arrays and report out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_dsa.emulator import Launch, Pointer, Program, Schedule, Settings, run
+
+HEADER = ".version 8.8\n.target sm_100a\n.address_size 64\n"
+REGISTERS = """
+    .reg .pred %p<16>;
+    .reg .b16 %h<64>;
+    .reg .b32 %r<160>;
+    .reg .b64 %d<64>;
+    .reg .f32 %f<64>;
+"""
+
+
+def text(body: str, arrays=(), shared: int = 0) -> str:
+    """PTX of kernel ``test``: one pointer parameter per array, loaded into ``%<name>``; shared
+    bytes at ``smem``.
+    """
+    parameters = ", ".join(f".param .u64 p_{name}" for name in arrays)
+    loads = "".join(f"    .reg .b64 %{n};\n    ld.param.u64 %{n}, [p_{n}];\n" for n in arrays)
+    variable = f"    .shared .align 1024 .b8 smem[{shared}];\n" if shared else ""
+    return (
+        f"{HEADER}.visible .entry"
+        f" test({parameters})\n{{{REGISTERS}{variable}{loads}{body}\n    ret;\n}}\n"
+    )
+
+
+def execute(body, arrays=None, shared=0, threads=32, grid=1, outputs=(), **settings):
+    """Runs ``body``; returns (arrays, report)."""
+    arrays = arrays or {}
+    program = Program(text(body, arrays, shared))
+    launch = Launch("test", (grid, 1, 1), (threads, 1, 1), [Pointer(name) for name in arrays])
+    return run(program, launch, arrays, Settings(outputs=frozenset(outputs), **settings))
+
+
+def lanes(dtype=np.uint32, count: int = 32) -> np.ndarray:
+    return np.arange(count, dtype=dtype)
+
+
+SCHEDULES = {
+    "turn": Schedule(),
+    "eager": Schedule(engines="eager"),
+    "lazy": Schedule(engines="lazy"),
+    "random": Schedule("random", "random", seed=3, quantum=2),
+}
+# %r0 = thread, %r1 = 4 * thread, %r2 = warp
+THREAD = """
+    mov.u32 %r0, %tid.x;
+    shl.b32 %r1, %r0, 2;
+    shr.u32 %r2, %r0, 5;
+    mul.wide.u32 %d0, %r0, 4;
+"""
