@@ -28,12 +28,16 @@ from typing import Any, NamedTuple
 import jax
 import lm_data
 import lm_model
-import lm_report
 import numpy as np
-import optax
-import tqdm
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lm_config import PRESETS, Config
+
+try:
+    import lm_report
+    import optax
+    import tqdm
+except ModuleNotFoundError as error:
+    raise SystemExit(f"train_lm.py: {error}: pip install 'jax_dsa[examples]'") from error
 
 MESH_AXES = ("data", "seq", "heads")
 TRAIN_EVERY = 10  # steps between two lines of training metrics

@@ -71,6 +71,19 @@ class ScriptsTest(parameterized.TestCase):
         self.assertIn("--data DIR", done.stderr)
         self.assertNotIn("Traceback", done.stderr)
 
+    @parameterized.parameters("optax", "tqdm", "matplotlib")
+    def test_missing_package_names_the_extra(self, package):
+        # None in sys.modules: an import of the name fails as if the package were not there.
+        start = f"import sys, runpy; sys.path.insert(0, {str(EXAMPLES)!r}); "
+        start += f"sys.modules[{package!r}] = None; runpy.run_path('train_lm.py')"
+        done = subprocess.run(
+            [sys.executable, "-c", start], cwd=EXAMPLES, capture_output=True, text=True, check=False
+        )
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("jax_dsa[examples]", done.stderr)
+        self.assertIn(package, done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
+
     @parameterized.parameters("--mesh=rows=2", "--mesh=data=0", "--mesh=data", "--steps=0")
     def test_wrong_flag_says_what_is_wanted(self, flag):
         stderr = io.StringIO()
