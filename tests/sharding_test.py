@@ -197,6 +197,16 @@ class ShardingTest(parameterized.TestCase):
         with jax.set_mesh(on) if kind == AxisType.Explicit else contextlib.nullcontext():
             self.assert_same(jax.jit(fn)(*place(operands(), on, specs)), self.want)
 
+    def test_explicit_mesh_gathers_kv_split_along_t_for_the_reference(self):
+        on = mesh(AxisType.Explicit)
+        attention = functools.partial(attend, implementation="reference")
+        fn = gradients(functools.partial(loss, attention=attention))
+        with jax.set_mesh(on):
+            args = place(operands(), on, SPECS | {"kv": P("data", "seq", None)})
+            found = self.compile_and_check(fn, args)
+        self.assertEqual(found[("all-gather", KV)], 1)
+        self.assertEqual(found[("reduce-scatter", KV // 2)], 1)
+
     def test_gather_kv_in_shard_map(self):
         on = mesh(AxisType.Auto)
 

@@ -52,15 +52,13 @@ def _pip(folder: pathlib.Path, *requirements: str) -> None:
 
 
 def _compiler(folder: pathlib.Path) -> list[str]:
-    """Search path for the compiler: none when this Python has it, else a folder that it is
-    installed into.
-    """
+    """Site folders of the compiler: none when this Python has it, else one that gets it."""
     if importlib.util.find_spec("cutlass") is not None:
         return []
     target = folder / "compiler"
     if not target.exists():
         _pip(target, COMPILER)
-    return [str(target), str(target / "nvidia_cutlass_dsl" / "python_packages")]
+    return [str(target)]
 
 
 def compile_peer(source: Source, folder: pathlib.Path, python: str = sys.executable) -> Compiled:
@@ -90,8 +88,9 @@ def compile_peer(source: Source, folder: pathlib.Path, python: str = sys.executa
 def _compile(
     source: Source, python: str, paths: list[str], package: pathlib.Path, target: pathlib.Path
 ) -> None:
-    setup = f"import sys, runpy; sys.path[:0] = {paths!r}; sys.argv = sys.argv[1:]; "
-    launcher = setup + "runpy.run_path(sys.argv[0], run_name='__main__')"
+    # As site folders: a .pth file of the compiler's adds the path of its modules.
+    setup = f"import runpy, site, sys; [site.addsitedir(p) for p in {paths!r}]; "
+    launcher = setup + "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     arguments = [
         package,
         source.release,
