@@ -1,9 +1,6 @@
 """The indexer in the four sharding modes, on 8 host devices: data x sequence x heads."""
 
-import collections
 import functools
-import math
-import re
 from typing import Any
 from unittest import mock
 
@@ -11,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from collectives import collectives, psums
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -32,9 +30,6 @@ SHARD_MAPS = [
     for kind in ("sparse", "dense") for check in (True, False)
 ]  # fmt: skip
 MESHES = (AxisType.Auto, AxisType.Explicit)
-COLLECTIVE = re.compile(
-    r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
 
 
 def arguments(sparse: bool, dtype="float32") -> dict[str, Any]:
@@ -69,28 +64,6 @@ def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
 def place(given: dict[str, Any], mesh, **specs) -> dict[str, jax.Array]:
     specs = SPECS | specs
     return {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in given.items()}
-
-
-def collectives(compiled) -> collections.Counter:
-    """``(name, elements of a result)`` of every collective of a compiled program."""
-    found = collections.Counter()
-    for results, name in COLLECTIVE.findall(compiled.as_text()):
-        for dims in re.findall(r"\[([\d,]*)\]", results):
-            found[name, math.prod(int(d) for d in dims.split(",") if d)] += 1
-    return found
-
-
-def psums(jaxpr) -> list[tuple[str, tuple[int, ...]]]:
-    """``(dtype, shape)`` of every sum across devices in a jaxpr, inner jaxprs included."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name.startswith(("psum", "reduce_scatter")):
-            found += [(str(v.aval.dtype), v.aval.shape) for v in eqn.outvars]
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                found += psums(inner)
-    return found
 
 
 @functools.cache

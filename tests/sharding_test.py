@@ -3,13 +3,13 @@
 import collections
 import contextlib
 import functools
-import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
+from collectives import collectives, psums
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,9 +27,6 @@ SPECS = {
     "dout": P("data", "seq", "heads", None),
 }
 GRADIENTS = ("q", "kv", "attn_sink")
-COLLECTIVE = re.compile(
-    r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
 
 
 def operands(dtype=jnp.float32):
@@ -75,30 +72,8 @@ def mesh(kind: AxisType, shape=(2, 2, 2), names=AXES):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
 
 
-def collectives(compiled) -> collections.Counter:
-    """``(name, elements of one result)`` of every collective of a compiled program, counted."""
-    found = collections.Counter()
-    for results, name in COLLECTIVE.findall(compiled.as_text()):
-        for dims in re.findall(r"\[([\d,]*)\]", results):
-            found[name, math.prod(int(d) for d in dims.split(",") if d)] += 1
-    return found
-
-
 def place(x: dict, on, specs=SPECS):
     return [jax.device_put(v, NamedSharding(on, specs[name])) for name, v in x.items()]
-
-
-def psums(jaxpr) -> list[tuple[str, tuple[int, ...]]]:
-    """``(dtype, shape)`` of every sum across devices in a jaxpr, inner jaxprs included."""
-    found = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name.startswith(("psum", "reduce_scatter")):
-            found += [(str(v.aval.dtype), v.aval.shape) for v in eqn.outvars]
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda p: hasattr(p, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                found += psums(inner)
-    return found
 
 
 KV = B * T * D // 2  # elements of one data shard of kv
