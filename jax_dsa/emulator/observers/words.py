@@ -11,6 +11,7 @@ _COMPLETION = {
     "tcgen05.st": "tcgen05.wait::st",
     "tcgen05": "a tcgen05.commit and a wait on its mbarrier",
     "cp.async": "cp.async.wait_group or cp.async.mbarrier.arrive and a wait",
+    "wgmma": "wgmma.commit_group and wgmma.wait_group",
     "bulk": "a wait on its mbarrier, or cp.async.bulk.wait_group",
 }
 _PROXY = (
