@@ -43,7 +43,8 @@ def missing_edge(conflict: Conflict, first, second, clock: Clock, issued, row: i
 
 def _forward(first, second, clock: Clock, issued) -> str:
     if isinstance(first, Op):
-        if clock.get(issued[0]) >= issued[1] > 0:
+        own = first.family != "wgmma" or _name(first) == _name(second)  # only its warp can wait
+        if own and clock.get(issued[0]) >= issued[1] > 0:
             return (
                 f"The first was issued before the second, but may still be running:"
                 f" {_completion(first)} is missing"
