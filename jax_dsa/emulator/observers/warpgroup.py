@@ -28,6 +28,10 @@ _MISSING = (
 class Touch(Use):
     """What threads do to registers: the operands that a product works on are left out."""
 
+    def __init__(self, code):
+        super().__init__(code)
+        self.products: dict[int, tuple[int, int]] = {}
+
     def instruction(self, ins: Instruction) -> tuple[int, int]:
         if ins.opcode.startswith(PRODUCT):
             return self.bits([o for o in ins.operands if not isinstance(o, Vector)]), 0
@@ -35,8 +39,12 @@ class Touch(Use):
 
     def product(self, ins: Instruction) -> tuple[int, int]:
         """(accumulator, fragments of A) of a product, as bits."""
-        d, a = ins.operands[:2]
-        return self.bits([d]), self.bits([a]) if isinstance(a, Vector) else 0
+        found = self.products.get(ins.pc)
+        if found is None:
+            d, a = ins.operands[:2]
+            found = self.bits([d]), self.bits([a]) if isinstance(a, Vector) else 0
+            self.products[ins.pc] = found
+        return found
 
     def words(self, bits: int) -> str:
         """Names of registers; at most eight are spelled out."""
@@ -107,14 +115,19 @@ class WarpgroupRegisters(Observer):
         state.ever_written |= writes
 
     def _early(self, group, pc: int, state: State) -> None:
-        """The instructions of a piece that touch registers of unfinished products."""
+        """The instructions of a piece that touch registers of unfinished products.
+
+        Of several products on one accumulator or with the same A, the newest stands for all.
+        """
         code = self.table.code
+        results, sources = ({h[i]: h.op for h in state.held} for i in (1, 2))
         for ins in code.kernel.code[pc : code.segment(pc).pc + 1]:
             reads, writes = self.table.instruction(ins)
-            for op, d, a in state.held:
-                second = Site.of(group, ins)
+            second = Site.of(group, ins)
+            for d, op in results.items():
                 self._race(op, WRITE, second, READ, reads & d)
                 self._race(op, WRITE, second, WRITE, writes & d)
+            for a, op in sources.items():
                 self._race(op, READ, second, WRITE, writes & a)
 
     def _race(self, op: Op, first: str, site: Site, second: str, bits: int) -> None:
