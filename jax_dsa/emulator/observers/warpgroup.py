@@ -120,7 +120,8 @@ class WarpgroupRegisters(Observer):
         Of several products on one accumulator or with the same A, the newest stands for all.
         """
         code = self.table.code
-        results, sources = ({h[i]: h.op for h in state.held} for i in (1, 2))
+        results = {h.d: h.op for h in state.held}
+        sources = {h.a: h.op for h in state.held}
         for ins in code.kernel.code[pc : code.segment(pc).pc + 1]:
             reads, writes = self.table.instruction(ins)
             second = Site.of(group, ins)
