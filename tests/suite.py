@@ -14,7 +14,6 @@ from cases import CORE, DTYPES, SHAPES, Case, Operands
 
 import jax_dsa
 
-
 RESULTS = ("out", "lse", "dq", "dkv", "dsink")
 
 
