@@ -93,7 +93,9 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual((folder / "b.png").read_bytes()[1:4], b"PNG")
 
     def test_what_cannot_run_is_reported_and_fails(self):
-        code, text = run(bench_command.main, "--shape", "tiny", "--implementations", "xla", "cutedsl")
+        code, text = run(
+            bench_command.main, "--shape", "tiny", "--implementations", "xla", "cutedsl"
+        )
         self.assertEqual(code, 1)
         self.assertRegex(text, r"cutedsl \| NotImplementedError")
 
