@@ -137,7 +137,8 @@ class Kernel:
       roles, regions: names for reports.
       module: where the kernel's source is, dotted.
       hashes: "source" (of the module and what it imports), "build" (source, configuration, tools,
-        options), "ptx", "cubin" -> SHA-256; tools: tool -> version; minimum_driver of the cubin.
+        options), "ptx", "cubin" -> SHA-256; tools: tool -> version; minimum_driver of the cubin;
+      messages: those of the compiler that carry a code, without line numbers.
     """
 
     symbol: str
@@ -160,6 +161,7 @@ class Kernel:
     hashes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tools: Mapping[str, str] = dataclasses.field(default_factory=dict)
     minimum_driver: str = ""
+    messages: Sequence[str] = ()
 
     def role(self, warp: int) -> str:
         """The name of the role of a warp, or ""."""
@@ -193,17 +195,12 @@ class Kernel:
             raise ManifestError(f"kernel {self.symbol}: {problem}")
         listed = [(p.name, p.bytes) for p in self.parameters]
         if len(listed) != len(sizes):
-            raise ManifestError(
-                f"kernel {self.symbol}: the manifest lists {len(listed)} parameters, the .entry"
-                f" has {len(sizes)}."
-            )
+            counts = f"lists {len(listed)} parameters, the .entry has {len(sizes)}"
+            raise ManifestError(f"kernel {self.symbol}: the manifest {counts}.")
         for i, ((name, size), declared) in enumerate(zip(listed, sizes, strict=True)):
             if size != declared:
-                raise ManifestError(
-                    f"kernel {self.symbol}: parameter {i} ({name!r}) has {size} bytes in the"
-                    f" manifest,"
-                    f" {declared} in the .entry."
-                )
+                found = f"has {size} bytes in the manifest, {declared} in the .entry"
+                raise ManifestError(f"kernel {self.symbol}: parameter {i} ({name!r}) {found}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,15 +219,19 @@ class Manifest:
         """Reads what ``to_json`` wrote.
 
         Raises:
-          ManifestError: for another version, unknown or missing fields, or a parameter that is
-            none.
+          ManifestError: for what is no JSON, another version, unknown or missing fields, or a
+            parameter that is none.
         """
-        data = json.loads(text)
-        if data.get("version") != VERSION:
+        try:
+            data = json.loads(text)
+            version, entries = data.get("version"), data.get("kernels", ())
+        except (json.JSONDecodeError, AttributeError) as error:
+            raise ManifestError(f"no manifest: {error}") from None
+        if version != VERSION:
             raise ManifestError(
-                f"manifest version {data.get('version')!r}, wanted {VERSION}: rebuild the cubins."
+                f"manifest version {version!r}, wanted {VERSION}: rebuild the cubins"
             )
-        return cls([_kernel(entry) for entry in data["kernels"]])
+        return cls([_kernel(entry) for entry in entries])
 
 
 def _kernel(entry: dict) -> Kernel:
@@ -240,11 +241,11 @@ def _kernel(entry: dict) -> Kernel:
     try:
         for field, kind in nested.items():
             entry[field] = tuple(kind(**item) for item in entry.get(field, ()))
-        for field in ("block", "grid", "cluster", "zeroed"):
+        for field in ("block", "grid", "cluster", "zeroed", "messages"):
             entry[field] = tuple(entry[field])
         kernel = Kernel(**entry)
-    except (TypeError, KeyError) as error:
-        raise ManifestError(f"kernel entry {entry.get('symbol', '?')}: {error}") from None
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ManifestError(f"a kernel entry does not fit the schema: {error}") from None
     for problem in (p for parameter in kernel.parameters for p in parameter.problems()):
         raise ManifestError(f"kernel {kernel.symbol}: {problem}")
     return kernel
