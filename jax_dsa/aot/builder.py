@@ -229,7 +229,7 @@ def _failure(code: int, log: str) -> str:
 def _with_news(row: Row, old: dict[str, manifest.Kernel]) -> Row:
     """Compares messages with the previous build of the same kernel, whatever its sources."""
     before = [e for e in old.values() if _serves(e) == _serves(row.entry)]
-    if not row.built or not before:
+    if not row.built:
         return row
     known = {message for entry in before for message in entry.messages}
     return dataclasses.replace(row, news=tuple(m for m in row.entry.messages if m not in known))

@@ -8,9 +8,9 @@ import re
 from jax_dsa.cubins import elf, manifest
 
 SHARED_LIMIT = 232_448  # bytes per CTA, sm_90 and sm_100
-# ptxas: wgmma instructions wait for each other. C7510 and C7514 name two of its reasons; all of
-# them say "serialized", and all are fatal to a kernel's speed.
-SERIALISED = re.compile(r"C7510|C7514|wgmma\S* instructions are serialized")
+# ptxas: wgmma instructions wait for each other. C7510 and C7514 name two of its reasons; messages
+# of the others (C7511, C7519) say "serialized" too.
+SERIALISED = re.compile(r"C7510|C7514|serialized")
 # By CUDA major version of the tools, for sm_90: "CUDA minor version compatibility", CUDA Toolkit
 # release notes.
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
@@ -61,11 +61,18 @@ def _dimensions(directives: str, name: str) -> tuple[int, ...] | None:
     return (*sizes, 1, 1)[:3]
 
 
+def statements(log: str) -> list[str]:
+    """What ptxas said, one statement each. CuTeDSL colours its report and wraps its lines."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
+    parts = re.split(r"(?=ptxas (?:info|warning|error|fatal|\.))", " ".join(plain.split()))
+    return [part.strip() for part in parts if part.startswith("ptxas ")]
+
+
 def messages(log: str) -> tuple[str, ...]:
     """The compiler's messages that carry a code, without places and repetitions, sorted."""
-    lines = re.findall(r"\(C\d+\).*", log)
-    places = r"\s*(in|around|in around) line \d+| (in|of) (the )?function '[^']*'"
-    return tuple(sorted({re.sub(places, "", line).strip() for line in lines}))
+    coded = (re.search(r"\(C\d+\).*", said) for said in statements(log))
+    places = r" (in|around|in around) line \d+| (in|of) (the )?function '[^']*'"
+    return tuple(sorted({re.sub(places, "", found[0]) for found in coded if found}))
 
 
 def complete(entry: manifest.Kernel, cubin: bytes, ptx: str, log: str) -> manifest.Kernel:
@@ -123,15 +130,15 @@ def _against_ptx(entry: manifest.Kernel, declared: Entry) -> list[str]:
 
 def _against_log(entry: manifest.Kernel, log: str) -> list[str]:
     """ptxas's own words are a second opinion on what the ELF file says."""
-    reasons = []
+    reasons, said_all = [], "\n".join(statements(log))
     for what, pattern, found in (
         ("registers", r"Used (\d+) registers", entry.registers),
         ("bytes of stack frame", r"(\d+) bytes stack frame", entry.stack_frame),
     ):
-        said = {int(n) for n in re.findall(pattern, log)}
+        said = {int(n) for n in re.findall(pattern, said_all)}
         if said and said != {found}:
             reasons.append(f"ptxas says {sorted(said)} {what}, the cubin {found}")
-    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said_all)]
     if any(spilled) and not entry.stack_frame:
         reasons.append(f"ptxas says {max(spilled)} bytes are spilled, the cubin has no stack frame")
     return reasons

@@ -12,10 +12,10 @@ COLUMNS: tuple[str, ...] = ("kernel", "cubin", "registers", "frame", "shared", "
 
 
 class Progress:
-    """A bar on the standard error output, where it is a terminal and tqdm is installed."""
+    """A bar on the standard error output, where tqdm is installed; else one line."""
 
     def __init__(self):
-        self.bar = None
+        self.bar, self.told = None, False
 
     def __enter__(self) -> Progress:
         return self
@@ -25,8 +25,8 @@ class Progress:
             self.bar.close()
 
     def __call__(self, done: int, total: int) -> None:
-        if self.bar is None and total:
-            self.bar = _bar(total)
+        if total and not self.told:
+            self.bar, self.told = _bar(total), True
         if self.bar is not None:
             self.bar.update(done - self.bar.n)
 
