@@ -90,12 +90,7 @@ class Registry:
         self.lock = threading.RLock()  # a second thread waits for what the first compiles
 
     def find(self, arch: str, op: str, facts: Mapping[str, Any], *, build: bool = True) -> Found:
-        """The kernel for a problem.
-
-        Args:
-          arch: e.g. "sm_90a"; op: "forward" or "backward".
-          facts: compared by equality with the facts of each kernel.
-          build: compile where nothing usable is there and a compiler is.
+        """The kernel of an op whose facts equal these; ``build``: compiled where it is missing.
 
         Raises:
           KernelMissing: with the reason.
