@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 import building
 from absl.testing import absltest, parameterized
@@ -31,7 +32,7 @@ class CompileTest(parameterized.TestCase):
         super().setUp()
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         paths = os.pathsep.join(map(str, (building.REPOSITORY, building.HERE)))
-        changes = unittest.mock.patch.dict(os.environ, {"PYTHONPATH": paths})
+        changes = mock.patch.dict(os.environ, {"PYTHONPATH": paths})
         self.enter_context(changes)
 
     def build(self, *modules: str, **changes) -> list[builder.Row]:

@@ -1,4 +1,5 @@
 """The smallest kernels that follow the interface of ``jax_dsa.kernels``: out = scale * q."""
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import cutlass
 import cutlass.cute as cute
