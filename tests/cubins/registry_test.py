@@ -11,6 +11,7 @@ from unittest import mock
 import cubin_files
 from absl.testing import absltest, parameterized
 
+from jax_dsa import aot
 from jax_dsa.cubins import registry, sources, store
 
 FACTS = {"head_dim": 512, "dtype": "bfloat16"}
@@ -211,9 +212,19 @@ class DefaultTest(RegistryTestCase):
                 registry.compile_on_miss("sm_90a", self.cache)
 
     def test_compiling_in_a_process_that_fails(self):
-        with mock.patch.object(registry, "COMPILER", "numpy"):
+        unknown = mock.patch.dict(registry.ARCHITECTURES, {"0.0": "no-such-arch"})
+        with mock.patch.object(registry, "COMPILER", "numpy"), unknown:
             with self.assertRaisesRegex(registry.KernelMissing, r"failed: (.|\n)*'no-such-arch'"):
                 registry.compile_on_miss("no-such-arch", self.cache)
+
+    def test_an_architecture_without_kernels(self):
+        with self.assertNoLogs(), self.assertRaisesRegex(registry.KernelMissing, "No kernels are"):
+            registry.compile_on_miss("sm_70", self.cache)
+        found = self.over(lambda arch: registry.compile_on_miss(arch, self.cache))
+        self.missing("for sm_70 .* No kernels are written for sm_70.*/cache.$", found, arch="sm_70")
+
+    def test_every_device_that_is_served_has_kernels_to_compile(self):
+        self.assertEqual(set(registry.ARCHITECTURES.values()), set(aot.MODULES))
 
 
 class SourcesTest(RegistryTestCase):
