@@ -130,9 +130,10 @@ class Forward:
         validity, buffers = shared["valid"], shared["kv"]
         mine = indices + Int64(query) * K
         rows = kv + Int64(query // S) * T * D
-        here = Int32(own < H - head)
-        copy_rows(shared["q"], q + (Int64(query) * H + head) * D, own, here, D, warp, lane)
-        barriers.arrive_copies(shared["barriers"] + int(Barrier.Q_FULL))
+        if tiles > 0:
+            here = Int32(own < H - head)
+            copy_rows(shared["q"], q + (Int64(query) * H + head) * D, own, here, D, warp, lane)
+            barriers.arrive_copies(shared["barriers"] + int(Barrier.Q_FULL))
         for tile in cutlass.range(tiles, unroll=1):
             stage, parity = barriers.stage_and_parity(tile, STAGES)
             slot = tile * KEYS + own
@@ -144,7 +145,7 @@ class Forward:
             barriers.wait(empty + stage, parity ^ 1)
             if lane == 0:
                 validity[stage * PRODUCER_WARPS + warp] = Uint16(bits)
-                cute.arch.mbarrier_arrive(full + stage)
+            barriers.arrive_warp(full + stage, lane)
             copy_rows(buffers + stage * self.tile, rows, row, Int32(valid), D, warp, lane)
             barriers.arrive_copies(full + stage)
 
