@@ -40,6 +40,11 @@ def maximum(x, y):
     return cute.arch.fmax(x, y)
 
 
+def minimum(x, y):
+    """The smaller; a NaN loses against a number."""
+    return cute.arch.fmin(x, y)
+
+
 def over_quad(value, combine):
     """``value`` combined over the four lanes that share an accumulator row."""
     for distance in (1, 2):

@@ -54,14 +54,15 @@ def copy_rows(tile, base, row, valid, columns: int, warp, lane) -> None:
       tile: pointer to the tile in shared memory.
       base: pointer to row 0 in global memory, rows ``columns`` elements apart.
       row: Int32 of lanes 0..15, the row of ``base`` for ``own_slot``; anything if not valid.
-      valid: Int32 of lanes 0..15, 1, or 0 to fill the row with zeros and to read nothing.
+      valid: Boolean of lanes 0..15; False fills the row with zeros and reads nothing.
     """
     line, chunk = lane // 8, lane % 8
     even = warp * (ROWS_PER_WARP * PANEL) + line * PANEL + (chunk ^ line) * 8
-    safe = row * valid
+    bytes_ = cutlass.Int32(valid) * CHUNK_BYTES
+    safe = row * cutlass.Int32(valid)
     for step in range(PASSES):
         source = step * 4 + line
-        size = cute.arch.shuffle_sync(valid, source) * CHUNK_BYTES
+        size = cute.arch.shuffle_sync(bytes_, source)
         offset = cutlass.Int64(cute.arch.shuffle_sync(safe, source)) * columns + chunk * 8
         start = tile + (even if step % 2 == 0 else even ^ 32) + step * 4 * PANEL
         for panel in range(columns // PANEL):

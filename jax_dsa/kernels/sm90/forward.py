@@ -1,33 +1,74 @@
-"""Forward of sparse attention on SM90."""
+"""Forward of sparse attention on SM90: one CTA per query and block of 64 heads.
 
+Maths, for the slots i that are valid (i < clip(topk_length, 0, K) and 0 <= indices[i] < T):
+
+    s_i = q . kv[indices[i]]        m = max s_i         c = scale log2(e)
+    p_i = 2 ** (c (s_i - m) + b)    l = sum p_i         O = sum p_i kv[indices[i], :512]
+    lse = scale m + ln(l / 2 ** b)                      alpha = 1 / (1 + exp(sink - lse))
+    out = alpha O / l
+
+over tiles of 64 slots, with m running: when a tile raises it, l and O so far decay by
+2 ** (c (m_old - m_new)). The subtraction comes before the multiplication, so that p = 2 ** b where
+s = m however large s is. The bias b changes no result: with float16 it keeps small p above the
+subnormal numbers, with bfloat16 it keeps O, a sum of up to 65536 rows, within float32.
+A slot that is not valid has s = -inf, hence p = 0 exactly, and a row of zeros, because zero times
+garbage may be NaN. A row without a valid slot has m = -inf, l = 0: lse = -inf, out = 0.
+
+Timeline, tile t in buffer t % 2:
+
+    producer    Q  kv 0  kv 1 | kv 2        | kv 3        |
+    consumer 0  S0 softmax O0   S1 softmax O1  S2 softmax O2
+    consumer 1    S0 softmax O0   S1 softmax O1  S2 ...
+
+Both consumers compute all of S; each accumulates half of O's columns: nothing passes between them,
+and the tensor core serves one while the other is in its softmax.
+
+Roles (12 warps):
+
+    warps   name        registers  task
+    0-3     consumer 0  216        S, softmax, O[:, 0:256], lse
+    4-7     consumer 1  216        S, softmax, O[:, 256:512]
+    8-11    producer     72        16-byte cp.async of Q and of kv rows, validity of slots
+
+Edges: what each barrier announces, who arrives, what becomes free.
+
+    q_full      Q is in place: 128 threads, each when its copies are done; once.
+    kv_full     buffer and its validity are in place: the same, and the four warps for validity.
+    kv_empty    nobody reads the buffer or its validity: eight consumer warps, after their wgmma.
+"""
+
+import dataclasses
 import enum
 import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64
 
 from jax_dsa.cubins import manifest
-from jax_dsa.kernels.common import barriers, config, numbers, products
+from jax_dsa.kernels.common import barriers, config, numbers, products, tiles
 from jax_dsa.kernels.common.config import VALUE_DIM, Config
-from jax_dsa.kernels.common.plan import Part, Plan
-from jax_dsa.kernels.common.tiles import by_columns, by_rows, copy_rows, own_slot
+from jax_dsa.kernels.common.plan import ALIGNMENT, Part, Plan
 
 HEADS = 64  # per CTA
-KEYS = 64  # per tile
-STAGES = 2
+KEYS = 64  # slots per tile
+STAGES = 2  # tile buffers
 GROUP = 128  # threads of a warpgroup
 CONSUMERS = 2  # warpgroups
-HALF = VALUE_DIM // CONSUMERS  # output columns of a consumer warpgroup
-THREADS = (CONSUMERS + 1) * GROUP
-CONSUMER_WARPS = CONSUMERS * 4
+CONSUMER_WARPS = 4 * CONSUMERS
 PRODUCER_WARPS = 4
-REGISTERS = {"consumer": 216, "producer": 72}
-SHIFT = {"bfloat16": -16.0, "float16": 15.0}
-SCORES = HEADS * KEYS // GROUP  # registers of S a thread holds
+THREADS = GROUP * (CONSUMERS + 1)
+HALF = VALUE_DIM // CONSUMERS  # columns of O per consumer
+S_REGISTERS = HEADS * KEYS // GROUP
+O_REGISTERS = HEADS * HALF // GROUP
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 216, 72
+BIAS = {"bfloat16": -16, "float16": 15}
+HUGE = 3.0e38
 
 
 class Barrier(enum.IntEnum):
+    """Barrier numbers; those of a ring take one per stage."""
+
     Q_FULL = 0
     KV_FULL = 1
     KV_EMPTY = KV_FULL + STAGES
@@ -36,192 +77,277 @@ class Barrier(enum.IntEnum):
 ARRIVALS = (GROUP,) + STAGES * (GROUP + PRODUCER_WARPS,) + STAGES * (CONSUMER_WARPS,)
 
 
-def mask(s, low, high):
-    for i in range(SCORES):
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The kernel's parameters; shapes at ``Forward.kernel``."""
+
+    q: cute.Pointer
+    kv: cute.Pointer
+    indices: cute.Pointer
+    topk_length: cute.Pointer
+    sink: cute.Pointer
+    out: cute.Pointer
+    lse: cute.Pointer
+    S: Int32
+    T: Int32
+    K: Int32
+    H: Int32
+    sink_stride: Int32
+    scale: Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a CTA does: query of G * S, first head, number of slots that may be valid (none if negative),
+    tiles of them."""
+
+    query: Int32
+    head: Int32
+    slots: Int32
+    tiles: Int32
+
+
+def mask(s, low, high) -> None:
+    """s = -inf where the slot is not valid.
+
+    Args:
+      s: a thread's scores, in the order of an accumulator.
+      low, high: validity of slots 0..31 and 32..63, shifted right by the thread's first column.
+    """
+    for i in range(S_REGISTERS):
         column = 8 * (i // 4) + i % 2
         word = low if column < 32 else high
         s[i] = numbers.choose((word & (1 << (column % 32))) != 0, s[i], -math.inf)
 
 
-def softmax(s, o, top, total, c, shift):
-    for h in range(2):
-        mine = [i for i in range(SCORES) if i // 2 % 2 == h]
-        new = top[h]
-        for i in mine:
-            new = numbers.maximum(new, s[i])
-        new = numbers.over_quad(new, numbers.maximum)
-        base = numbers.choose(new == -math.inf, 0.0, new)
-        decay = numbers.exp2((top[h] - base) * c)
-        top[h] = new
-        part = total[h] * decay
-        for i in mine:
-            s[i] = numbers.exp2((s[i] - base) * c + shift)
-            part = part + s[i]
-        total[h] = part
-        for i in range(HALF * HEADS // GROUP):
-            if i // 2 % 2 == h:
+def softmax(s, o, top, total, c, bias: int) -> None:
+    """One tile's step of the running softmax on the two rows of a thread.
+
+    Args:
+      s: scores; become p.
+      o: the sums so far; decay.
+      top, total: running maximum, and this thread's share of l, per row.
+      c: scale log2(e).
+    """
+    for half in range(2):
+        row = [i for i in range(S_REGISTERS) if i // 2 % 2 == half]
+        highest = top[half]
+        for i in row:
+            highest = numbers.maximum(highest, s[i])
+        highest = numbers.over_quad(highest, numbers.maximum)
+        base = numbers.choose(highest == -math.inf, 0.0, highest)
+        decay = numbers.exp2((top[half] - base) * c)
+        top[half] = highest
+        share = total[half] * decay
+        for i in row:
+            s[i] = numbers.exp2((s[i] - base) * c + float(bias))
+            share = share + s[i]
+        total[half] = share
+        for i in range(O_REGISTERS):
+            if i // 2 % 2 == half:
                 o[i] = o[i] * decay
 
 
-def finish(top, total, extra, scale, shift):
+def finish(top, total, sink, scale, bias: int) -> tuple:
+    """(lse, alpha / l) of a row from its maximum, its l and its sink."""
     some = total != 0.0
-    one = top * scale + (numbers.log2(total) - shift) * Float32(numbers.LN_2)
-    one = numbers.choose(some, one, -math.inf)
-    alpha = numbers.reciprocal(1.0 + numbers.exp2((extra - one) * Float32(numbers.LOG2_E)))
-    return one, numbers.choose(some, alpha * numbers.reciprocal(total), 0.0)
+    lse = top * scale + numbers.log2(total * 2.0**-bias) * numbers.LN_2
+    lse = numbers.choose(some, lse, -math.inf)
+    alpha = numbers.reciprocal(1.0 + numbers.exp2((sink - lse) * numbers.LOG2_E))
+    return lse, numbers.choose(some, alpha * numbers.reciprocal(total), 0.0)
 
 
-def store_row(o, target, h, factor, element):
-    target = cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(HALF // 2))
+def row_in_sectors(o, half: int, factor, lane, element):
+    """A thread's part of row ``half`` of ``factor * o``, as 16-bit numbers in 8-byte words.
+
+    Neighbouring lanes exchange words, so that a quad's four words make 32 bytes: word n of lane l
+    holds columns 16 n + 8 (l % 2) + 4 (l % 4 // 2) ... + 3 of the consumer's half.
+    """
+    odd = lane % 2 == 1
     pair = cute.make_rmem_tensor(2, element)
-    for j in range(HALF // 8):
-        pair[0] = element(o[4 * j + 2 * h] * factor)
-        pair[1] = element(o[4 * j + 2 * h + 1] * factor)
-        target[4 * j] = cute.recast_tensor(pair, Uint32)[0]
+    words = cute.make_rmem_tensor(HALF // 16, Uint64)
+    packed = cute.recast_tensor(words, Uint32)
+    for n in range(HALF // 16):
+        two = []
+        for block in (8 * n, 8 * n + 4):  # the accumulator's element of column block 2 n, 2 n + 1
+            pair[0] = element(o[block + 2 * half] * factor)
+            pair[1] = element(o[block + 2 * half + 1] * factor)
+            two.append(cute.recast_tensor(pair, Uint32)[0])
+        kept = Uint32(cutlass.select_(odd, two[1], two[0]))
+        sent = Uint32(cutlass.select_(odd, two[0], two[1]))
+        got = cute.arch.shuffle_sync_bfly(sent, 1)
+        packed[2 * n] = Uint32(cutlass.select_(odd, got, kept))
+        packed[2 * n + 1] = Uint32(cutlass.select_(odd, kept, got))
+    return words
 
 
 class Forward:
+    """One compiled forward kernel; see the module for what it computes.
+
+    Args:
+      facts: head dimension and dtype.
+    """
+
     op = "forward"
     parameters = config.parameters("q kv indices topk_length sink out lse", "S T K H sink_stride")
-    grid = ("G*S", "ceil(H/64)", "1")
+    grid = ("G*S", f"ceil(H/{HEADS})", "1")
     block = (THREADS, 1, 1)
     cluster = (1, 1, 1)
     zeroed = ()
+    allowed_spills = ()
     roles = (
         manifest.Role("consumer 0", 0, 3),
         manifest.Role("consumer 1", 4, 7),
         manifest.Role("producer", 8, 11),
     )
-    allowed_spills = ()
 
     def __init__(self, facts: Config):
         self.config, self.facts = facts, facts.facts
-        self.tile = KEYS * facts.head_dim
-        element = facts.element
+        self.tile = KEYS * facts.head_dim  # elements of a buffer
         self.plan = Plan(
-            Part("q", element, HEADS * facts.head_dim, 1024),
-            Part("kv", element, STAGES * self.tile, 1024),
-            Part("valid", Uint16, STAGES * PRODUCER_WARPS, 8),
-            Part("barriers", Int64, len(ARRIVALS), 8),
+            Part("q", facts.element, HEADS * facts.head_dim, ALIGNMENT),
+            Part("kv", facts.element, STAGES * self.tile, ALIGNMENT),
+            Part("valid", Uint16, STAGES * PRODUCER_WARPS),
+            Part("barriers", Int64, len(ARRIVALS)),
         )
         self.regions, self.dynamic_shared_bytes = self.plan.regions, self.plan.bytes
 
     def compile_arguments(self) -> tuple:
-        of = self.config.element
-        elements = {
-            "q": of,
-            "kv": of,
-            "out": of,
-            "indices": Int32,
-            "topk_length": Int32,
-            "sink": Float32,
-            "lse": Float32,
-        }
-        return config.stand_ins(self.parameters, elements)
+        """Stand-ins for ``__call__``."""
+        types = dict.fromkeys(("q", "kv", "out"), self.config.element)
+        types |= {"indices": Int32, "topk_length": Int32, "sink": Float32, "lse": Float32}
+        return config.stand_ins(self.parameters, types)
 
     @cute.jit
-    def produce(self, shared, q, kv, indices, query, head, used, tiles, S, T, K, H):
+    def produce(self, x: Operands, work: Work):
+        """The producer's warps.
+
+        Produces: Q (q_full), kv buffers and their validity (kv_full).
+        Consumes: kv_empty, whose first pass through the ring counts as announced.
+        """
+        shared = self.plan.pointers()
+        marks, kv_tiles, valid_words = shared["barriers"], shared["kv"], shared["valid"]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - CONSUMER_WARPS
         lane = cute.arch.lane_idx()
-        own = own_slot(warp, lane)
-        D = self.config.head_dim
-        full = shared["barriers"] + int(Barrier.KV_FULL)
-        empty = shared["barriers"] + int(Barrier.KV_EMPTY)
-        validity, buffers = shared["valid"], shared["kv"]
-        mine = indices + Int64(query) * K
-        rows = kv + Int64(query // S) * T * D
-        if tiles > 0:
-            here = Int32(own < H - head)
-            copy_rows(shared["q"], q + (Int64(query) * H + head) * D, own, here, D, warp, lane)
-            barriers.arrive_copies(shared["barriers"] + int(Barrier.Q_FULL))
-        for tile in cutlass.range(tiles, unroll=1):
+        columns = self.config.head_dim
+        own = tiles.own_slot(warp, lane)
+        indices = x.indices + Int64(work.query) * x.K  # [K]
+        rows = x.kv + Int64(work.query // x.S) * x.T * columns  # [T, D]
+        if work.tiles > 0:
+            heads = x.q + (Int64(work.query) * x.H + work.head) * columns  # [H - head, D]
+            tiles.copy_rows(shared["q"], heads, own, own < x.H - work.head, columns, warp, lane)
+            barriers.arrive_copies(marks + int(Barrier.Q_FULL))
+        for tile in cutlass.range(work.tiles, unroll=1):
             stage, parity = barriers.stage_and_parity(tile, STAGES)
             slot = tile * KEYS + own
             row = Int32(-1)
-            if slot < used:
-                row = mine[slot]
-            valid = (row >= 0) & (row < T)
+            if slot < work.slots:
+                row = indices[slot]
+            valid = (row >= 0) & (row < x.T)
             bits = cute.arch.vote_ballot_sync(valid)
-            barriers.wait(empty + stage, parity ^ 1)
+            barriers.wait(marks + int(Barrier.KV_EMPTY) + stage, parity ^ 1)
             if lane == 0:
-                validity[stage * PRODUCER_WARPS + warp] = Uint16(bits)
-            barriers.arrive_warp(full + stage, lane)
-            copy_rows(buffers + stage * self.tile, rows, row, Int32(valid), D, warp, lane)
-            barriers.arrive_copies(full + stage)
+                valid_words[stage * PRODUCER_WARPS + warp] = Uint16(bits)
+            full = marks + int(Barrier.KV_FULL) + stage
+            barriers.arrive_warp(full, lane)
+            tiles.copy_rows(kv_tiles + stage * self.tile, rows, row, valid, columns, warp, lane)
+            barriers.arrive_copies(full)
 
     @cute.jit
-    def consume(self, shared, out, lse, sink, query, head, tiles, S, H, sink_stride, scale):
+    def consume(self, x: Operands, work: Work):
+        """The warps of both consumers.
+
+        Produces: out and lse in global memory.
+        Consumes: Q (q_full), kv buffers and validity (kv_full); gives them back (kv_empty).
+        """
+        shared = self.plan.pointers()
+        marks, valid_words = shared["barriers"], cute.recast_ptr(shared["valid"], dtype=Uint32)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        half = warp // 4
         lane = cute.arch.lane_idx()
-        D, element = self.config.head_dim, self.config.element
-        shift = SHIFT[self.config.dtype]
-        full = shared["barriers"] + int(Barrier.KV_FULL)
-        empty = shared["barriers"] + int(Barrier.KV_EMPTY)
-        scores = products.Product(element, KEYS)
-        values = products.Product(element, HALF, b=products.MN_MAJOR, a_source=products.REGISTERS)
-        sQ = by_rows(shared["q"], D)
-        sK = by_rows(shared["kv"], D, STAGES, self.tile)
-        sV = by_columns(shared["kv"], VALUE_DIM, STAGES, self.tile)
-        q = products.a_operand(scores, sQ)
-        k = products.b_operand(scores, sK)
-        v = products.b_operand(values, cute.local_tile(sV, (HALF, KEYS, STAGES), (half, 0, 0)))
-        s_acc = products.accumulator(scores, KEYS)
-        o_acc = products.accumulator(values, HALF)
-        p_frag = products.a_registers(values, KEYS)
-        s, o, p = products.flat(s_acc), products.flat(o_acc), products.flat(p_frag)
-        o.fill(0.0)
-        top = cute.make_rmem_tensor(2, Float32)
-        total = cute.make_rmem_tensor(2, Float32)
+        first = lane % 4 * 2  # column of the thread's first score
+        scores, sums = self.products()
+        sQ = tiles.by_rows(shared["q"], self.config.head_dim)  # (64, D, 1)
+        sK = tiles.by_rows(shared["kv"], self.config.head_dim, STAGES, self.tile)  # (64, D, 2)
+        sV = tiles.by_columns(shared["kv"], VALUE_DIM, STAGES, self.tile)  # (512, 64, 2)
+        sV = cute.local_tile(sV, (HALF, KEYS, STAGES), (warp // 4, 0, 0))  # (256, 64, 2)
+        q, k = products.a_operand(scores, sQ), products.b_operand(scores, sK)
+        v = products.b_operand(sums, sV)
+        rS, rO = products.accumulator(scores, KEYS), products.accumulator(sums, HALF)
+        rP = products.a_registers(sums, KEYS)
+        s, o, p = products.flat(rS), products.flat(rO), products.flat(rP)  # (32), (128), (32)
+        top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         top.fill(-math.inf)
-        total.fill(0.0)
-        c = numbers.maximum(scale * Float32(numbers.LOG2_E), Float32(numbers.SMALLEST))
-        valid = cute.recast_ptr(shared["valid"], dtype=Uint32)
-        first = (lane % 4) * 2
-        if tiles > 0:
-            barriers.wait(shared["barriers"] + int(Barrier.Q_FULL), 0)
-        for tile in cutlass.range(tiles, unroll=1):
+        for sum_ in (o, total):
+            sum_.fill(0.0)
+        c = numbers.maximum(x.scale * numbers.LOG2_E, Float32(numbers.SMALLEST))  # -inf c = -inf
+        c = numbers.minimum(c, Float32(HUGE))  # 0 c = 0
+
+        if work.tiles > 0:
+            barriers.wait(marks + int(Barrier.Q_FULL), 0)
+        for tile in cutlass.range(work.tiles, unroll=1):
             stage, parity = barriers.stage_and_parity(tile, STAGES)
-            barriers.wait(full + stage, parity)
-            low = valid[stage * 2] >> first
-            high = valid[stage * 2 + 1] >> first
+            barriers.wait(marks + int(Barrier.KV_FULL) + stage, parity)
+            low = valid_words[2 * stage] >> first
+            high = valid_words[2 * stage + 1] >> first
             barriers.before_async_reads()
             products.fence()
-            products.issue(
-                scores, s_acc, q[None, None, None, 0], k[None, None, None, stage], fresh=True
-            )
+            at = (None, None, None, stage)
+            products.issue(scores, rS, q[None, None, None, 0], k[at], fresh=True)
             products.commit()
             products.wait()
             mask(s, low, high)
-            softmax(s, o, top, total, c, shift)
-            p.store(s.load().to(element))
+            softmax(s, o, top, total, c, BIAS[self.config.dtype])
+            p.store(s.load().to(self.config.element))
             products.fence()
-            products.issue(values, o_acc, p_frag, v[None, None, None, stage], fresh=False)
+            products.issue(sums, rO, rP, v[at], fresh=False)
             products.commit()
             products.wait()
-            barriers.arrive_warp(empty + stage, lane)
-        for h in cutlass.range_constexpr(2):
-            row = head + (warp % 4) * 16 + lane // 4 + 8 * h
-            total[h] = numbers.over_quad(total[h], lambda x, y: x + y)
-            if row < H:
-                extra = sink[Int64(query // S) * sink_stride + row]
-                logsum, factor = finish(top[h], total[h], extra, scale, shift)
-                place = Int64(query) * H + row
-                if (half == 0) & (lane % 4 == 0):
-                    lse[place] = logsum
-                target = out + place * VALUE_DIM + half * HALF + first
-                store_row(o, target, h, factor, element)
+            barriers.arrive_warp(marks + int(Barrier.KV_EMPTY) + stage, lane)
+        self.store(x, work, o, top, total)
+
+    @cute.jit
+    def store(self, x: Operands, work: Work, o, top, total):
+        """Scales a consumer's sums and writes them and, once, lse; rows of padded heads are not
+        written.
+        """
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        sinks = x.sink + Int64(work.query // x.S) * x.sink_stride  # [H]
+        column = warp // 4 * HALF + lane % 2 * 8 + lane % 4 // 2 * 4
+        for half in cutlass.range_constexpr(2):
+            head = work.head + warp % 4 * 16 + lane // 4 + 8 * half
+            written = head < x.H
+            sink = Float32(0.0)
+            if written:
+                sink = sinks[head]
+            total[half] = numbers.over_quad(total[half], lambda a, b: a + b)
+            bias = BIAS[self.config.dtype]
+            lse, factor = finish(top[half], total[half], sink, x.scale, bias)
+            words = row_in_sectors(o, half, factor, lane, self.config.element)
+            row = Int64(work.query) * x.H + head
+            if written & (warp < 4) & (lane % 4 == 0):
+                x.lse[row] = lse
+            if written:
+                target = cute.recast_ptr(x.out + row * VALUE_DIM + column, dtype=Uint64)
+                for n in cutlass.range_constexpr(HALF // 16):
+                    target[4 * n] = words[n]
+
+    def products(self) -> tuple:
+        """S = Q K^T (64 x 64) and O += P V (64 x 256, P in registers)."""
+        element = self.config.element
+        by_value = {"b": products.MN_MAJOR, "a_source": products.REGISTERS}
+        return products.Product(element, KEYS), products.Product(element, HALF, **by_value)
 
     @cute.kernel
     def kernel(
         self,
-        q: cute.Pointer,
-        kv: cute.Pointer,
-        indices: cute.Pointer,
-        topk_length: cute.Pointer,
-        sink: cute.Pointer,
-        out: cute.Pointer,
-        lse: cute.Pointer,
+        q: cute.Pointer,  # [G, S, H, D]
+        kv: cute.Pointer,  # [G, T, D]
+        indices: cute.Pointer,  # [G, S, K]
+        topk_length: cute.Pointer,  # [G, S]
+        sink: cute.Pointer,  # [1 or G, H]
+        out: cute.Pointer,  # [G, S, H, 512]
+        lse: cute.Pointer,  # [G, S, H]
         S: Int32,
         T: Int32,
         K: Int32,
@@ -229,21 +355,23 @@ class Forward:
         sink_stride: Int32,
         scale: Float32,
     ):
-        shared = self.plan.pointers()
+        x = Operands(
+            q, kv, indices, topk_length, sink, out, lse, S, T, K, H, sink_stride, scale
+        )  # fmt: skip
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            barriers.start(shared["barriers"], ARRIVALS)
+            barriers.start(self.plan.pointers()["barriers"], ARRIVALS)
         cute.arch.sync_threads()
         query, block, _ = cute.arch.block_idx()
-        head = block * HEADS
-        used = cutlass.min(topk_length[query], K)
-        tiles = cutlass.max((used + KEYS - 1) // KEYS, 0)
+        slots = cutlass.min(topk_length[query], K)
+        count = cutlass.max((slots + KEYS - 1) // KEYS, 0)
+        work = Work(query, block * HEADS, slots, count)
         if warp >= CONSUMER_WARPS:
-            cute.arch.setmaxregister_decrease(REGISTERS["producer"])
-            self.produce(shared, q, kv, indices, query, head, used, tiles, S, T, K, H)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            self.produce(x, work)
         else:
-            cute.arch.setmaxregister_increase(REGISTERS["consumer"])
-            self.consume(shared, out, lse, sink, query, head, tiles, S, H, sink_stride, scale)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.consume(x, work)
 
     @cute.jit
     def __call__(
@@ -264,13 +392,15 @@ class Forward:
     ):
         launched = self.kernel(
             q, kv, indices, topk_length, sink, out, lse, S, T, K, H, sink_stride, scale
-        )
+        )  # fmt: skip
         launched.launch(
-            grid=(S, (H + HEADS - 1) // HEADS, 1),
+            grid=(S, (H + HEADS - 1) // HEADS, 1),  # one group; the launcher has its own formulas
             block=self.block,
             smem=self.dynamic_shared_bytes,
             min_blocks_per_mp=1,
         )
 
 
-KERNELS = tuple(Forward(Config(d, t)) for d in config.HEAD_DIMS for t in config.ELEMENTS)
+KERNELS = tuple(
+    Forward(Config(head_dim, dtype)) for head_dim in config.HEAD_DIMS for dtype in config.ELEMENTS
+)
