@@ -3,13 +3,12 @@
     python compile_kernel.py MODULE CLASS HEAD_DIM DTYPE FOLDER
 
 MODULE is below ``jax_dsa.kernels``, e.g. ``sm90.forward``. Writes ``kernel.ptx``, ``kernel.cubin``
-and ``entry.json``, the manifest entry. That interpreter may lack jax, so the package is entered
+and ``manifest.json``. That interpreter may lack jax, so the package is entered
 without running its ``__init__``.
 """
 
 import dataclasses
 import importlib
-import json
 import pathlib
 import re
 import sys
@@ -33,9 +32,9 @@ def entry_of(kernel, text: str):
     from jax_dsa.cubins import manifest
 
     (symbol,) = re.findall(r"\.entry\s+(\w+)", text)
-    copied = ("op", "facts", "parameters", "block", "cluster", "dynamic_shared_bytes")
-    copied += ("roles", "regions")
-    return manifest.Kernel(symbol, "sm_90a", **{name: getattr(kernel, name) for name in copied})
+    names = [field.name for field in dataclasses.fields(manifest.Kernel)]
+    said = {name: getattr(kernel, name) for name in names if hasattr(kernel, name)}
+    return manifest.Kernel(symbol=symbol, arch="sm_90a", **said)
 
 
 def main(module: str, name: str, head_dim: str, dtype: str, folder: str) -> None:
@@ -43,13 +42,14 @@ def main(module: str, name: str, head_dim: str, dtype: str, folder: str) -> None
     package.__path__ = [str(PACKAGE)]
     sys.modules["jax_dsa"] = package
     source = importlib.import_module(f"jax_dsa.kernels.{module}")
+    from jax_dsa.cubins import manifest
+
     kernel = getattr(source, name)(source.Config(int(head_dim), dtype))
     target = pathlib.Path(folder)
     text, cubin = build(kernel, target)
     (target / "kernel.ptx").write_text(text)
     (target / "kernel.cubin").write_bytes(cubin)
-    entry = dataclasses.asdict(entry_of(kernel, text))
-    (target / "entry.json").write_text(json.dumps(entry))
+    (target / "manifest.json").write_text(manifest.Manifest([entry_of(kernel, text)]).to_json())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 A tile of 64 rows x C columns of 16-bit numbers is a sequence of panels of 64 columns. A panel is 64
 lines of 128 bytes, line = row; within a line the 16-byte chunk c lies at position c ^ (row % 8).
 That is the 128-byte swizzle of the PTX ISA. The same bytes serve as a K-major operand (rows are M
-or N, columns are the summed dimension) and as an MN-major operand (columns are M or N, rows summed).
+or N, columns are summed over) and as an MN-major operand (columns are M or N, rows summed over).
 """
 
 import cutlass

@@ -32,9 +32,10 @@ Roles (12 warps):
 
 Edges: what each barrier announces, who arrives, what becomes free.
 
-    q_full      Q is in place: 128 threads, each when its copies are done; once.
-    kv_full     buffer and its validity are in place: the same, and the four warps for validity.
-    kv_empty    nobody reads the buffer or its validity: eight consumer warps, after their wgmma.
+    kv_full     the buffer and its validity may be read, and Q: 128 threads, each when all its
+                copies so far have landed, and four warps for the validity they have stored.
+    kv_empty    the buffer and its validity may be overwritten: eight consumer warps, when their
+                wgmma are done.
 """
 
 import dataclasses
@@ -69,12 +70,11 @@ HUGE = 3.0e38
 class Barrier(enum.IntEnum):
     """Barrier numbers; those of a ring take one per stage."""
 
-    Q_FULL = 0
-    KV_FULL = 1
+    KV_FULL = 0
     KV_EMPTY = KV_FULL + STAGES
 
 
-ARRIVALS = (GROUP,) + STAGES * (GROUP + PRODUCER_WARPS,) + STAGES * (CONSUMER_WARPS,)
+ARRIVALS = STAGES * (GROUP + PRODUCER_WARPS,) + STAGES * (CONSUMER_WARPS,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +98,9 @@ class Operands:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a CTA does: query of G * S, first head, number of slots that may be valid (none if negative),
-    tiles of them."""
+    """What a CTA does: query of G * S, first head, number of slots that may be valid (negative: as
+    0), tiles of them.
+    """
 
     query: Int32
     head: Int32
@@ -222,7 +223,7 @@ class Forward:
     def produce(self, x: Operands, work: Work):
         """The producer's warps.
 
-        Produces: Q (q_full), kv buffers and their validity (kv_full).
+        Produces: kv buffers, their validity and, before the first, Q (kv_full).
         Consumes: kv_empty, whose first pass through the ring counts as announced.
         """
         shared = self.plan.pointers()
@@ -233,10 +234,9 @@ class Forward:
         own = tiles.own_slot(warp, lane)
         indices = x.indices + Int64(work.query) * x.K  # [K]
         rows = x.kv + Int64(work.query // x.S) * x.T * columns  # [T, D]
-        if work.tiles > 0:
+        if work.tiles > 0:  # else nobody would await these copies
             heads = x.q + (Int64(work.query) * x.H + work.head) * columns  # [H - head, D]
             tiles.copy_rows(shared["q"], heads, own, own < x.H - work.head, columns, warp, lane)
-            barriers.arrive_copies(marks + int(Barrier.Q_FULL))
         for tile in cutlass.range(work.tiles, unroll=1):
             stage, parity = barriers.stage_and_parity(tile, STAGES)
             slot = tile * KEYS + own
@@ -258,7 +258,7 @@ class Forward:
         """The warps of both consumers.
 
         Produces: out and lse in global memory.
-        Consumes: Q (q_full), kv buffers and validity (kv_full); gives them back (kv_empty).
+        Consumes: Q, kv buffers and validity (kv_full); gives the buffers back (kv_empty).
         """
         shared = self.plan.pointers()
         marks, valid_words = shared["barriers"], cute.recast_ptr(shared["valid"], dtype=Uint32)
@@ -282,8 +282,6 @@ class Forward:
         c = numbers.maximum(x.scale * numbers.LOG2_E, Float32(numbers.SMALLEST))  # -inf c = -inf
         c = numbers.minimum(c, Float32(HUGE))  # 0 c = 0
 
-        if work.tiles > 0:
-            barriers.wait(marks + int(Barrier.Q_FULL), 0)
         for tile in cutlass.range(work.tiles, unroll=1):
             stage, parity = barriers.stage_and_parity(tile, STAGES)
             barriers.wait(marks + int(Barrier.KV_FULL) + stage, parity)
