@@ -1,23 +1,24 @@
 """Adding accumulators to rows of a float32 array in global memory, in whole 128-byte lines.
 
 A lane of a 64 x 64 accumulator holds two adjacent columns of eight groups of eight columns (module
-``products``); stored like that, a warp-level add would touch pieces of 32 bytes. Two exchanges make
-each warp-level ``red.v4`` cover four rows of 128 bytes: bits of the column that the element's number
-encodes change places with bits of the lane. Column = 32 a + 16 b + 8 c + 4 d + 2 e + f:
+``products``); added like that, pieces of 32 bytes would travel. Two exchanges make each warp-level
+``red.v4`` cover four rows of 128 bytes: bits of the column that say which element of the lane it is
+change places with bits that say which lane. Column = 32 a + 16 b + 8 c + 4 d + 2 e + f:
 
-    before        element (a, b, c, i, f), lane (rrr, d e): row 16 w + r + 8 i
-    lane bit 0    element (a, b, e, i, f), lane (rrr, d c)
-    lane bit 2    element (a, s, e, i, f), lane (rr b, d c): row 16 w + r + 8 i, its bit 0 = s
+    before        element (a, b, c, i, f), lane (rrr, d e)     row 16 w + r + 8 i
+    lane bit 0    element (a, b, e, i, f), lane (rrr, d c)     the same
+    lane bit 2    element (a, s, e, i, f), lane (rrr, d c)     row of s = 0: r, of s = 1: r ^ 1;
+                                                               b = bit 0 of r
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int64
+from cutlass._mlir import ir
 from cutlass._mlir.dialects import vector
 
 from jax_dsa.kernels.common.numbers import choose
 
-ROWS_PER_LANE = 4
 PANEL = 64  # columns of an accumulator
 
 
@@ -77,6 +78,6 @@ def add(values, rows: Rows, panel: int, lane) -> None:
 @cute.jit
 def _add_quad(pointer, number, quad: cutlass.Constexpr):
     if number >= 0:
-        kind = cutlass._mlir.ir.VectorType.get([4], Float32.mlir_type)
+        kind = ir.VectorType.get([4], Float32.mlir_type)
         packed = vector.from_elements(kind, [x.ir_value() for x in quad])
         cute.arch.red(pointer, packed, op="add", dtype="f32", sem="relaxed", scope="gpu")

@@ -13,32 +13,37 @@ float16: dS may pass 65504 where the loss is scaled, and P and dS may vanish. Bo
 one power of two per query and block, ``mult``, which keeps the largest of them near 2**13; it is
 lowered (and the sums of dq with it) when a tile brings a larger one, and undone in float32.
 
-Timeline, a tile of 64 slots (| is the pair of barriers around the writes of P and dS):
+Timeline of a tile of 64 slots; | stands for the two barriers around the writes of P and dS:
 
-    gather       k1 ......        waits        k2 ......................         waits
-    compute 0    waits S0 dP0 | dQ0 dKV0: product, adds, product, adds ... S1 dP1 |
-    compute 1    the same: S, dP of the other 32 slots; dQ, dKV of the other columns
+    gather       k0 ...... waits              k1 ........................ waits
+    compute 0    waits     S0 dP0 | dq  dkv0: product, adds, product, adds ...  S1 dP1 | ...
+    compute 1    waits     S0 dP0 | dq  dkv0: product, adds, product, adds ...  S1 dP1 | ...
+
+The adds to dkv are the longest part, and the next gather runs beside them. While one warpgroup
+adds, the other's products may run.
 
 Roles, by warp:
 
-    compute 0    0-3    q to shared memory; S, dP of slots  0..31; dQ of columns 0..255 and the tail
-                        512..575; dKV of columns 0..255
-    compute 1    4-7    dout likewise;      S, dP of slots 32..63; dQ of columns 256..511; dKV of
-                        columns 256..511 and the tail
+    compute 0    0-3    q to shared memory, statistics; S and dP of slots 0..31; dq of columns
+                        0..255 and 512..543, for the whole row in registers; dkv of columns 0..255
+    compute 1    4-7    dout to shared memory; S and dP of slots 32..63; dq of columns 256..511 and
+                        544..575; dkv of columns 256..575
     gather       8-11   indices, validity, rows of kv
 
-Edges in shared memory (every one a barrier of the generation it orders):
+Edges in shared memory, each a barrier of the generation that it orders:
 
-    what             last access             signal                           next access
-    k                gather: cp.async        kv_full (their arrivals)         compute: S, dP, dQ
-    k                compute: dQ, waited     kv_empty (one arrival a warp)    gather: cp.async
-    rows             gather: stores          kv_full (one arrival a warp)     compute: mask, adds
-    rows[2 stages]   compute: adds           kv_empty of the next tile        gather: two tiles on
-    q, dout          compute: cp.async       operands_loaded                  compute: S, dP, dKV
-    p, ds            compute: dKV, waited    p_ds_free                        compute: stores
-    p, ds            compute: stores         p_ds_full                        compute: dQ, dKV
-    peaks (float16)  compute: stores         p_ds_free                        compute: loads
-    peaks (float16)  compute: loads          p_ds_full                        compute: stores
+    what               last access              signal                          next access
+    k                  gather: cp.async         kv_full (copies arrive)         compute: S, dP, dq
+    k                  compute: dq, awaited     kv_empty (a warp arrives)       gather: cp.async
+    rows               gather: stores           kv_full (writers arrive)        compute: mask, adds
+    rows, two stages   compute: adds            p_ds_full, then kv_empty, of    gather: stores
+                                                the next tile
+    q, dout            compute: cp.async        operands_loaded                 compute: S, dP, dkv
+    statistics         compute 0: stores        operands_loaded                 compute: P, dS
+    p, ds              compute: dkv, awaited    p_ds_free                       compute: stores
+    p, ds              compute: stores          p_ds_full                       compute: dq, dkv
+    peaks (float16)    compute: stores          p_ds_free                       compute: loads
+    peaks (float16)    compute: loads           p_ds_full                       compute: stores
 """
 
 import dataclasses
@@ -62,7 +67,7 @@ OWN_PANELS = VALUE_DIM // PANEL // 2  # of dQ and dKV, per warpgroup; the tail c
 COMPUTE, GATHER_THREADS, THREADS = 256, 128, 384
 COMPUTE_REGISTERS, GATHER_REGISTERS = 240, 24
 PEAK_TARGET, PEAK_LIMIT = 13, 2.0**15  # float16: exponent to aim at, value not to pass
-FIRST_MULT = 2.0**100  # float16: no peak seen yet
+FIRST_MULT = 2.0**100  # float16, before any peak: larger than any that a peak can ask for
 
 
 class Named(enum.IntEnum):
@@ -73,14 +78,14 @@ class Named(enum.IntEnum):
     P_DS_FULL = 3  # P and dS of this tile may be read
 
 
-class Full(enum.IntEnum):
-    """mbarriers."""
+class Mbarrier(enum.IntEnum):
+    """Their place in the part "barriers"."""
 
     KV_FULL = 0  # k and rows of a tile may be read
     KV_EMPTY = 1  # all products with k are done: it may be overwritten
 
 
-ARRIVALS = (GATHER_THREADS + 4, 8)  # of a phase: copies and rows of four warps; eight warps
+ARRIVALS = (GATHER_THREADS + KEYS, COMPUTE // 32)  # of a phase: copies and rows; warps
 POINTERS = "q kv indices topk_length lse alpha beta dout dq dkv"
 
 
@@ -202,7 +207,7 @@ def _panel(pointer, first: int, count: int = 1):
 
 
 class Logits:
-    """The products S = q k^T and dP = dout v^T over this warpgroup's slots, (64 heads x 32 slots)."""
+    """The products S = q k^T and dP = dout v^T of this warpgroup's slots, 64 heads x 32 slots."""
 
     def __init__(self, kernel, shared, at: Place):
         self.product = products.Product(kernel.element, HALF)
@@ -241,6 +246,7 @@ class QuerySums:
         self._add(kernel, shared, _panel(shared["k"], own, OWN_PANELS), own * PANEL)
         if kernel.tail:
             tail = _panel(shared["k"], 2 * OWN_PANELS)
+            # Half a line: the swizzle goes by address, so a product may start inside the pattern.
             half = cute.local_tile(tail, (PANEL // 2, KEYS), (at.half, 0))
             self._add(kernel, shared, half, VALUE_DIM + at.half * PANEL // 2)
 
@@ -265,7 +271,7 @@ class QuerySums:
 
 
 class RowSums:
-    """Products dS^T q + P^T dout of one tile, 64 columns at a time."""
+    """A tile's rows of dkv, dS^T q + P^T dout, 64 columns at a time."""
 
     def __init__(self, kernel, shared, at: Place):
         major = products.MN_MAJOR
@@ -282,7 +288,8 @@ class RowSums:
         at = self.at
         for panel in self.panels:
             sums = products.accumulator(self.product, PANEL)
-            products.fence()
+            if panel != self.panels[0]:  # the fence of dq serves: no register was touched since
+                products.fence()
             self._issue(sums, self.ds, "q", panel, fresh=True)
             if panel * PANEL < VALUE_DIM:
                 self._issue(sums, self.p, "dout", panel, fresh=False)
@@ -344,7 +351,7 @@ class Backward:
             part("statistics", Float32, 3 * HEADS),  # lse, alpha, beta
             part("rows", Int32, 2 * KEYS),  # per stage and slot: row of kv, -1 if invalid
             part("peaks", Float32, COMPUTE // 32),  # per warp: largest of |dS| and P
-            part("barriers", Int64, len(Full)),
+            part("barriers", Int64, len(Mbarrier)),
         )
         self.dynamic_shared_bytes, self.regions = self.plan.bytes, self.plan.regions
 
@@ -363,7 +370,7 @@ class Backward:
         """
         cute.arch.setmaxregister_decrease(GATHER_REGISTERS)
         own, k, rows = tiles.own_slot(warp, lane), shared["k"], shared["rows"]
-        full, empty = (shared["barriers"] + int(b) for b in Full)
+        full, empty = (shared["barriers"] + int(b) for b in Mbarrier)
         for tile in cutlass.range(x.tiles, unroll=1):
             slot, index = tile * KEYS + own, Int32(-1)
             if slot < x.length:
@@ -372,9 +379,10 @@ class Backward:
             barriers.wait(empty, (tile & 1) ^ 1)
             if lane < tiles.ROWS_PER_WARP:
                 rows[tile % 2 * KEYS + own] = Int32(cutlass.select_(valid, index, -1))
+                # Each writer releases its own store: the copies' arrivals do not.
+                cute.arch.mbarrier_arrive(full)
             tiles.copy_rows(k, x.kv, index, Int32(valid), self.columns, warp, lane)
             barriers.arrive_copies(full)
-            barriers.arrive_warp(full, lane)
 
     # -- compute ----------------------------------------------------------------------------------
     @cute.jit
@@ -392,10 +400,10 @@ class Backward:
     def compute_tile(self, work: Work, tile) -> None:
         """Description: one tile, from its k to its rows of dkv."""
         x, shared, at = work.x, work.shared, work.at
-        full, empty = (shared["barriers"] + int(b) for b in Full)
+        full, empty = (shared["barriers"] + int(b) for b in Mbarrier)
         numbers = cute.make_tensor(shared["rows"] + tile % 2 * KEYS, cute.make_layout(KEYS))
         barriers.wait(full, tile & 1)
-        barriers.before_async_reads()
+        barriers.before_async_reads()  # of k; in the first tile of q and dout, too
         p, ds = self.weights(work, numbers)
         if self.scaled:
             self.agree_on_mult(work, p, ds)
@@ -407,7 +415,7 @@ class Backward:
         _meet(Named.P_DS_FULL)
         work.query_sums.start()
         products.wait()
-        barriers.arrive_warp(empty, at.lane)
+        _release_k(empty, at.lane)
         work.row_sums.add_to(x.dkv, numbers, work.mult)
 
     @cute.jit
@@ -423,7 +431,6 @@ class Backward:
         if cutlass.const_expr(at.half == 0):
             write_statistics(x, shared["statistics"], at)
         cute.arch.cp_async_wait_group(0)
-        barriers.before_async_reads()
         _meet(Named.OPERANDS_LOADED)
 
     def weights(self, work: Work, numbers) -> tuple:
@@ -578,6 +585,15 @@ def _lower_mult(work: cutlass.Constexpr, peak, asked):
 
 def _lower(work, peak):
     work.query_sums.multiply(work.mult.lower(peak))
+
+
+@cute.jit
+def _release_k(empty, lane):
+    """One arrival a warp: the wait before it was the whole warp's, and p_ds_full has collected all
+    threads' reads of the last tile's rows.
+    """
+    if lane == 0:
+        cute.arch.mbarrier_arrive(empty)
 
 
 def _magnitude(x: Float32) -> Float32:
