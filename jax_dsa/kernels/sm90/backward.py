@@ -35,7 +35,7 @@ Edges in shared memory, each a barrier of the generation that it orders:
     what               last access              signal                          next access
     k                  gather: cp.async         kv_full (copies arrive)         compute: S, dP, dq
     k                  compute: dq, awaited     kv_empty (a warp arrives)       gather: cp.async
-    rows               gather: stores           kv_full (writers arrive)        compute: mask, adds
+    rows               gather: stores           kv_full (threads arrive)        compute: mask, adds
     rows, two stages   compute: adds            p_ds_full, then kv_empty, of    gather: stores
                                                 the next tile
     q, dout            compute: cp.async        operands_loaded                 compute: S, dP, dkv
@@ -85,7 +85,7 @@ class Mbarrier(enum.IntEnum):
     KV_EMPTY = 1  # all products with k are done: it may be overwritten
 
 
-ARRIVALS = (GATHER_THREADS + KEYS, COMPUTE // 32)  # of a phase: copies and rows; warps
+ARRIVALS = (2 * GATHER_THREADS, COMPUTE // 32)  # of a phase: for rows and for copies; warps
 POINTERS = "q kv indices topk_length lse alpha beta dout dq dkv"
 
 
@@ -372,15 +372,15 @@ class Backward:
         own, k, rows = tiles.own_slot(warp, lane), shared["k"], shared["rows"]
         full, empty = (shared["barriers"] + int(b) for b in Mbarrier)
         for tile in cutlass.range(x.tiles, unroll=1):
-            slot, index = tile * KEYS + own, Int32(-1)
-            if slot < x.length:
-                index = x.indices[slot]
-            valid = (index >= 0) & (index < x.keys)
+            slot = tile * KEYS + own
+            index = x.indices[cutlass.min(slot, x.length - 1)]  # no branch: the warp stays whole
+            valid = (slot < x.length) & (index >= 0) & (index < x.keys)
             barriers.wait(empty, (tile & 1) ^ 1)
             if lane < tiles.ROWS_PER_WARP:
                 rows[tile % 2 * KEYS + own] = Int32(cutlass.select_(valid, index, -1))
-                # Each writer releases its own store: the copies' arrivals do not.
-                cute.arch.mbarrier_arrive(full)
+            cute.arch.mbarrier_arrive(
+                full
+            )  # for the stores; the copies' arrivals say nothing of them
             tiles.copy_rows(k, x.kv, index, Int32(valid), self.columns, warp, lane)
             barriers.arrive_copies(full)
 
