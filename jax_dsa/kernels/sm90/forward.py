@@ -249,7 +249,7 @@ class Forward:
             if lane == 0:
                 valid_words[stage * PRODUCER_WARPS + warp] = Uint16(bits)
             full = marks + int(Barrier.KV_FULL) + stage
-            barriers.arrive_warp(full, lane)
+            barriers.arrive_warp(full, lane)  # lane 0 stored: its arrival alone would do, too
             tiles.copy_rows(kv_tiles + stage * self.tile, rows, row, valid, columns, warp, lane)
             barriers.arrive_copies(full)
 
