@@ -2,8 +2,8 @@
 
 A cubin is an ELF file. Its architecture stands in ``e_flags``; the section ``.nv.info`` is a list
 of attributes, each ``(format: u8, attribute: u8, size or value: u16)``, with ``size`` bytes
-following where the format is 4. Layouts read from cubins of sm_80 to sm_120, and compared with the words of
-``ptxas -v``.
+following where the format is 4. Layouts read from cubins of sm_80 to sm_120, and compared with
+the words of ``ptxas -v``.
 """
 
 from __future__ import annotations

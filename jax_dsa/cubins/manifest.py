@@ -56,11 +56,8 @@ class Parameter:
             return [f"parameter {self.name!r}: kind {self.kind!r} is not one of {KINDS}"]
         if self.kind == "scalar" and self.type not in SCALARS:
             return [f"parameter {self.name!r}: type {self.type!r} is not one of {sorted(SCALARS)}"]
-        return (
-            []
-            if self.bytes > 0
-            else [f"parameter {self.name!r}: size must be positive, got {self.size}"]
-        )
+        sizeless = f"parameter {self.name!r}: size must be positive, got {self.size}"
+        return [] if self.bytes > 0 else [sizeless]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,20 +228,22 @@ class Manifest:
             raise ManifestError(
                 f"manifest version {version!r}, wanted {VERSION}: rebuild the cubins"
             )
-        return cls([_kernel(entry) for entry in entries])
+        return cls([kernel_from_dict(entry) for entry in entries])
 
 
-def _kernel(entry: dict) -> Kernel:
+def kernel_from_dict(entry: dict) -> Kernel:
+    """The inverse of ``dataclasses.asdict``, checked; raises ManifestError."""
     nested = {
         "parameters": Parameter, "roles": Role, "regions": Region, "allowed_spills": Spill,
     }  # fmt: skip
     try:
+        entry = dict(entry)
         for field, kind in nested.items():
             entry[field] = tuple(kind(**item) for item in entry.get(field, ()))
         for field in ("block", "grid", "cluster", "zeroed", "messages"):
             entry[field] = tuple(entry[field])
         kernel = Kernel(**entry)
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ManifestError(f"a kernel entry does not fit the schema: {error}") from None
     for problem in (p for parameter in kernel.parameters for p in parameter.problems()):
         raise ManifestError(f"kernel {kernel.symbol}: {problem}")
