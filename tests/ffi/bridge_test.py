@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,12 @@ from jax_dsa.ffi import call, library, structs
 FACTS = kernels.FACTS
 
 
-def forward(facts=FACTS, **changed: Any):
-    return call.forward(facts, **kernels.operands(**changed))
+def forward(_facts=FACTS, **changed: Any):
+    return call.forward(_facts, **kernels.operands(**changed))
 
 
-def backward(facts=FACTS, **changed: Any):
-    return call.backward(facts, **kernels.backward_operands(**changed))
+def backward(_facts=FACTS, **changed: Any):
+    return call.backward(_facts, **kernels.backward_operands(**changed))
 
 
 class BridgeTest(parameterized.TestCase):
@@ -68,7 +69,7 @@ class PackingTest(BridgeTest):
         driver = self.driver(kernels.entry())
 
         def write(launch):
-            fill(launch.arguments["lse"], np.arange(2 * 3 * 65, dtype=np.float32))
+            recording.at(launch.arguments["lse"], np.float32, 2 * 3 * 65)[:] = np.arange(2 * 3 * 65)
 
         driver.on_launch = write
         _, lse = jax.jit(forward)()
@@ -131,12 +132,6 @@ class PackingTest(BridgeTest):
         self.assertEqual((got["dtype"], got["rest"]), (9, (0, 3, 3, 0)))
         self.assertEqual(driver.launches[0].arguments["kv_map"], b"\xa5" * 128)
         self.assertEqual(driver.launches[0].arguments["S"], 3)
-
-
-def fill(address: int, values: np.ndarray) -> None:
-    import ctypes
-
-    ctypes.memmove(address, values.tobytes(), values.nbytes)
 
 
 class LookupTest(BridgeTest):
@@ -285,7 +280,7 @@ class ShapeTest(BridgeTest):
 
     def test_another_abi(self):
         self.driver(kernels.entry())
-        with absltest.mock.patch.object(call, "ABI", 2):
+        with mock.patch.object(call, "ABI", 2):
             self.fails(forward, "abi: got 2, want 1", "another version of jax_dsa")
 
     def test_a_grid_that_is_too_large(self):

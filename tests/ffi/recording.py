@@ -6,10 +6,13 @@ launch calls ``on_launch`` with the decoded arguments.
 
 import ctypes
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint32, c_uint64, c_void_p
 from typing import Any
+
+import numpy as np
 
 from jax_dsa.cubins import manifest
 from jax_dsa.ffi import library
@@ -174,3 +177,9 @@ def _decode(parameter: manifest.Parameter, address: int) -> Any:
     if parameter.kind == "pointer":
         return ctypes.cast(address, POINTER(c_uint64))[0]
     return ctypes.cast(address, POINTER(SCALARS[parameter.type]))[0]
+
+
+def at(address: int, dtype: Any, *shape: int) -> np.ndarray:
+    """The array at an address."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer((c_ubyte * size).from_address(address), dtype).reshape(shape)
