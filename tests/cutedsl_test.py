@@ -1,8 +1,6 @@
-"""The compiled kernels' place in JAX: selection, lowering, export, the whole path but silicon."""
+"""The compiled kernels' place in JAX: selection, lowering, export, registration."""
 
-import pathlib
 import re
-import sys
 import types
 from typing import Any
 from unittest import mock
@@ -20,11 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_dsa
 from jax_dsa import cutedsl, dispatch
 from jax_dsa.cubins import registry
-from jax_dsa.ffi import call, library
-
-sys.path.append(str(pathlib.Path(__file__).parent / "ffi"))
-import numpy_kernels  # noqa: E402
-import recording  # noqa: E402
+from jax_dsa.ffi import library
 
 S, T, H, D, K = 3, 7, 4, 576, 5
 
@@ -239,7 +233,7 @@ class LoweringTest(parameterized.TestCase):
 class RegisterTest(parameterized.TestCase):
     def test_register_installs_the_kernels_of_the_gpus_once(self):
         devices = [types.SimpleNamespace(compute_capability="9.0")] * 2
-        found = registry.Found(numpy_kernels.entries(D, "bfloat16")[0], b"cubin", pathlib.Path())
+        found = mock.sentinel.found
         with (
             mock.patch.object(cutedsl, "local_gpus", lambda: devices),
             mock.patch.object(cutedsl, "_installed", set()),
@@ -264,58 +258,6 @@ class RegisterTest(parameterized.TestCase):
             with mock.patch.object(logging, "warning") as warning:
                 jax_dsa.register()
         warning.assert_not_called()
-
-
-class Bridged:
-    """An implementation that makes the kernels' calls on a CPU."""
-
-    @staticmethod
-    def forward(facts, platform, *operands):
-        return call.forward(facts, *operands)
-
-    @staticmethod
-    def backward(facts, platform, *operands):
-        return call.backward(facts, *operands)
-
-
-BRIDGED = (
-    Case("plain", head_dim=512, topk=6, queries=3, keys=11),
-    Case("everything", batch=(2,), head_dim=576, queries=5, lengths=cases.RAGGED, sink=cases.SINKS),
-    Case("many_heads", head_dim=576, queries=2, heads=70, sink=(0.5, -1.0), scale=0.01),
-)
-
-
-class WholePathTest(parameterized.TestCase):
-    """Validation, vjp, batching, lowering, decoding, packing, launch; kernels in NumPy float64."""
-
-    def run_case(self, case: Case, dtype: str):
-        inputs = cases.make_inputs(case, dtype)
-        driver = recording.Driver(numpy_kernels.entries(case.head_dim, dtype))
-        driver.on_launch = numpy_kernels.Run(case.head_dim, dtype)
-        library.register()
-        self.enter_context(mock.patch.dict(dispatch._MODULES, {"xla": Bridged}))
-        self.enter_context(driver)
-        library.install([(e, e.symbol.encode()) for e in driver.entries.values()])
-        q, kv, indices, length, sink = inputs.operands
-
-        def run(q, kv, sink, dout, dlse):
-            def fn(q, kv, sink):
-                return jax_dsa.sparse_attention(
-                    q, kv, indices, topk_length=length, attn_sink=sink, return_lse=True,
-                    implementation="xla", **case.options,
-                )  # fmt: skip
-
-            results, vjp = jax.vjp(fn, q, kv, sink)
-            return *results, *vjp((dout, dlse))
-
-        got = jax.jit(run)(q, kv, sink, inputs.dout, inputs.dlse)
-        cases.check_results(jax.block_until_ready(got), inputs, dtype, case.logit_std)
-        self.assertEqual([x.symbol.split("_")[0] for x in driver.launches], ["forward", "backward"])
-
-    @parameterized.product(case=BRIDGED, dtype=("bfloat16", "float16"))
-    def test_values_and_gradients(self, case: Case, dtype: str):
-        jax.clear_caches()
-        self.run_case(case, dtype)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from jax_dsa.ffi import call, library, structs
 FACTS = kernels.FACTS
 
 
-def forward(_facts=FACTS, **changed: Any):
-    return call.forward(_facts, **kernels.operands(**changed))
+def forward(facts=FACTS, /, **changed: Any):
+    return call.forward(facts, **kernels.operands(**changed))
 
 
-def backward(_facts=FACTS, **changed: Any):
-    return call.backward(_facts, **kernels.backward_operands(**changed))
+def backward(facts=FACTS, /, **changed: Any):
+    return call.backward(facts, **kernels.backward_operands(**changed))
 
 
 class BridgeTest(parameterized.TestCase):

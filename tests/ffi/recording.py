@@ -182,4 +182,4 @@ def _decode(parameter: manifest.Parameter, address: int) -> Any:
 def at(address: int, dtype: Any, *shape: int) -> np.ndarray:
     """The array at an address."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    return np.frombuffer((c_ubyte * size).from_address(address), dtype).reshape(shape)
+    return np.frombuffer(memoryview((c_ubyte * size).from_address(address)), dtype).reshape(shape)
