@@ -240,8 +240,10 @@ def gather_kv(kv: jax.Array, axis_name: str | tuple[str, ...]) -> jax.Array:
 
 
 def register() -> None:
-    """Registers the custom-call targets of this process's platforms; idempotent.
+    """Registers the custom-call targets of this process's platforms and installs the kernels for
+    its GPUs; idempotent.
 
-    Call it before running a program deserialised by ``jax.export``. This version has no compiled
-    kernels: there is nothing to register, and exported programs hold no custom call of jax_dsa's.
+    Call it before running a program deserialised by ``jax.export``. What is missing is logged as a
+    warning: such a program may hold no custom call, and one that does names what it lacks.
     """
+    dispatch.register()

@@ -45,6 +45,7 @@ def forward(call, q, kv, indices, topk_length, sink):
 
 def backward(call, q, kv, indices, topk_length, lse, alpha, beta, dout):
     """``dq [*B, S, H, D]`` in q's dtype and ``dkv [*B, T, D]`` in the accumulation dtype."""
+    dispatch.refuse_gradient(call.implementation, call.facts)
     operands = (q, kv, indices, topk_length, lse, alpha, beta, dout)
     return _bound(_BACKWARD[_on_one_device()], call)(*operands)
 
@@ -88,7 +89,7 @@ def _define(name: str, rule: sharding.Rule, results, on_one_device: bool) -> Pri
         return primitive.bind(*moved, call=call), [0, 0]
 
     def lower(ctx, *operands, call):
-        fn = functools.partial(_local, name, rule, call, ctx.module_context.platforms[0])
+        fn = functools.partial(_local, name, rule, call, ctx.module_context.platforms)
         types = ctx.avals_in, ctx.avals_out
         if 0 in ctx.avals_out[0].shape:  # only vmap over nothing comes here with nothing to do
             fn = functools.partial(_nothing, ctx.avals_out)
@@ -140,15 +141,22 @@ def _batch(rule: sharding.Rule, operands) -> tuple[int, ...]:
     return np.broadcast_shapes(*(x.shape[:axes] for x in operands))
 
 
-def _local(name, rule, call, platform, *operands):
-    """Folds one device's batch axes into a group axis and runs the implementation."""
+def _local(name, rule, call, platforms, *operands):
+    """Folds one device's batch axes into a group axis and runs each platform's implementation."""
     batch = _batch(rule, operands)
     tails = [x.shape[x.ndim - len(dims) :] for x, dims in zip(operands, rule.operands, strict=True)]
     folded = [
         jnp.broadcast_to(x, batch + tail).reshape(math.prod(batch), *tail)
         for x, tail in zip(operands, tails, strict=True)
     ]
-    results = dispatch.implementation(call.implementation, name)(call.facts, platform, *folded)
+    branches = {
+        p: functools.partial(dispatch.implementation(call.implementation, name, p), call.facts, p)
+        for p in platforms
+    }
+    if len(branches) == 1:
+        results = branches[platforms[0]](*folded)
+    else:  # only an exported program is lowered for several
+        results = jax.lax.platform_dependent(*folded, **branches)
     return [x.reshape(batch + x.shape[1:]) for x in results]
 
 
@@ -165,7 +173,7 @@ prim_requires_devices_during_lowering.update((_FORWARD[False], _BACKWARD[False])
 _tangent_p = Primitive("jax_dsa_tangent")
 
 
-def reverse_mode_only(x, implementation: str):
+def reverse_mode_only(x, implementation: dispatch.Choice):
     """``x`` with a tangent that reverse mode transposes and forward mode refuses readably."""
     return _mark(implementation, x)
 
@@ -180,7 +188,7 @@ def _mark_jvp(implementation, primals, tangents):
     return primals[0], _tangent_p.bind(tangents[0], implementation=implementation)
 
 
-def no_forward_mode(implementation: str) -> NotImplementedError:
+def no_forward_mode(implementation: dispatch.Choice) -> NotImplementedError:
     return NotImplementedError(
         f"implementation={implementation!r} has no forward-mode derivative (jvp, jacfwd): use "
         "implementation='reference', or reverse mode (grad, vjp)"

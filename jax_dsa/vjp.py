@@ -31,10 +31,10 @@ checkpoint_policy = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static part of a call: its facts and the name of the implementation that serves it."""
+    """The static part of a call: its facts and what was chosen to serve it (`dispatch.Choice`)."""
 
     facts: Facts
-    implementation: str
+    implementation: str | tuple[str, ...]
 
 
 def attention(call: Call, q, kv, indices, topk_length, sink) -> tuple[jax.Array, jax.Array]:
