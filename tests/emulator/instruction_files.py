@@ -1,13 +1,13 @@
-"""Reads the instruction files: PTX with ``//!`` lines that say what kernel ``test`` is given and what it must give.
+"""Reads the instruction files: PTX with ``//!`` lines that say what kernel ``test`` is given and
+what it must give. Instructions under test end with ``//!``.
 
-One line each:
-
-    form F                      the file tests this opcode and form (several lines: several forms)
-    threads N                   threads of the one CTA; 32 where absent
-    ulp N                       hardware may differ by so many units in the last place
-    NAME TYPE [Nx] WORDS        an array, hexadecimal words of TYPE, repeated N times; a parameter: its address
-    NAME TYPE value WORDS       a parameter that holds the words themselves
-    NAME map ARRAY TYPE DIMENSIONS STRIDES BOX SWIZZLE     a tensor map of an array, lists as 64x8
+    threads N                threads of the one CTA; 32 where absent
+    ulp N                    hardware may differ by so many units in the last place
+    NAME TYPE [Nx] WORDS     an array, hexadecimal words of TYPE, repeated N times; its address is a
+                             parameter
+    NAME TYPE value WORDS    a parameter that holds the words themselves
+    NAME map ARRAY TYPE DIMENSIONS STRIDES BOX SWIZZLE
+                             a parameter: the tensor map of an array, lists as 64x8, - for an empty one
 
 Parameters come in the order of the lines. Arrays whose name starts with ``out`` hold the expected
 contents; they start as zeros. NaN of a floating-point TYPE equals any other NaN.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import re
 
 import numpy as np
 
@@ -66,7 +67,7 @@ class File:
 
     path: pathlib.Path
     text: str
-    forms: list[str] = dataclasses.field(default_factory=list)
+    forms: set[str] = dataclasses.field(default_factory=set)
     threads: int = 32
     ulp: int = 0
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -83,14 +84,10 @@ class File:
 
     def given(self) -> dict[str, np.ndarray]:
         """The arrays before the launch."""
-        return {
-            n: np.zeros_like(a) if n.startswith("out") else a for n, a in self.arrays.items()
-        }
+        return {n: np.zeros_like(a) if n.startswith("out") else a for n, a in self.arrays.items()}
 
     def _line(self, first: str, second: str, words: list[str]) -> None:
-        if first == "form":
-            self.forms.append(second)
-        elif first in ("threads", "ulp"):
+        if first in ("threads", "ulp"):
             setattr(self, first, int(second))
         elif second == "map":
             self.parameters.append(_map(*words))
@@ -117,10 +114,11 @@ def _map(array: str, type_: str, *rest: str) -> TensorMap:
 def read(path: pathlib.Path) -> File:
     file = File(path, path.read_text())
     for line in file.text.splitlines():
-        if not line.startswith("//!"):
-            break
-        first, second, *words = line[3:].split()
-        file._line(first, second, words)
+        if line.startswith("//!"):
+            first, second, *words = line[3:].split()
+            file._line(first, second, words)
+        elif line.endswith("//!"):
+            file.forms.add(re.sub(r"^@\S+ ", "", line).rstrip("/!; ").split()[0].rstrip(";"))
     return file
 
 

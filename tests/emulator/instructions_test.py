@@ -20,8 +20,6 @@ class InstructionsTest(parameterized.TestCase):
         results, report = run(program, launch, file.given(), settings)
         self.assertTrue(report.clean, str(report))
         self.assertEqual(report.coverage["test"], (), "lines that never ran")
-        opcodes = {i.opcode for i in program.module.kernels["test"].code}
-        self.assertLessEqual(set(file.forms), opcodes)
         for name in file.outputs:
             got, want = (
                 instruction_files.canonical(a, file.types[name])

@@ -55,7 +55,7 @@ def _to_odd(p: np.ndarray, c: np.ndarray, s: np.ndarray) -> np.ndarray:
 
 
 def fma_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a*b + c on bfloat16 bits with one rounding: to odd in float64 and float32, then to nearest."""
+    """a*b + c on bfloat16 bits, rounded once: to odd in float64 and float32, then to nearest."""
     p = widen_bf16(a).astype(np.float64) * widen_bf16(b)
     wide = widen_bf16(c).astype(np.float64)
     s = _to_odd(p, wide, p + wide)

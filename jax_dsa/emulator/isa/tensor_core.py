@@ -161,10 +161,15 @@ class Window:
         return lane, column
 
 
-SHAPES = "{16x64b|16x128b|16x256b|32x32b}.{x1|x2|x4|x8|x16|x32|x64|x128}"
+# at most 128 registers per thread
+SHAPES = [
+    "{16x64b|32x32b}.{x1|x2|x4|x8|x16|x32|x64|x128}",
+    "16x128b.{x1|x2|x4|x8|x16|x32|x64}",
+    "16x256b.{x1|x2|x4|x8|x16|x32}",
+]
 
 
-@effect(f"tcgen05.ld.sync.aligned.{SHAPES}.b32")
+@effect(*[f"tcgen05.ld.sync.aligned.{s}.b32" for s in SHAPES])
 def ld(asm, ins, parts):
     """Tensor memory to registers. The registers are filled at once; the read ends at wait::ld
     (9.7.16.8.1).
@@ -207,7 +212,7 @@ def _start(group, ins, active, kind, family, memory, cells, access: str, effect_
         engines.run(op)
 
 
-@effect(f"tcgen05.st.sync.aligned.{SHAPES}.b32")
+@effect(*[f"tcgen05.st.sync.aligned.{s}.b32" for s in SHAPES])
 def st(asm, ins, parts):
     """Registers to tensor memory; complete at wait::st (9.7.16.8.2)."""
     window = Window(parts[4], int(parts[5][1:]))

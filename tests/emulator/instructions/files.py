@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from formats import bits_of
 
-REGISTERS = ".reg .pred %p<16>;\n.reg .b16 %h<64>;\n.reg .b32 %r<256>;\n.reg .b64 %d<64>;"
+_KINDS = {"p": "pred", "h": "b16", "r": "b32", "d": "b64"}
 _PREFIX = {8: "%h", 16: "%h", 32: "%r", 64: "%d"}
 # what SM90 lacks
 _SM100 = re.compile(
@@ -22,6 +22,14 @@ def register(type_: str, number: int) -> str:
     return f"%p{number}" if type_ == "pred" else f"{_PREFIX[bits_of(type_)]}{number}"
 
 
+def declarations(code: str) -> str:
+    """``.reg`` lines for the registers that the code uses."""
+    last: dict[str, int] = {}
+    for kind, number in re.findall(r"%([phrd])(\d+)", code):
+        last[kind] = max(last.get(kind, 0), int(number))
+    return "\n".join(f".reg .{_KINDS[k]} %{k}<{n + 1}>;" for k, n in sorted(last.items()))
+
+
 def vector(registers: Sequence[str]) -> str:
     return registers[0] if len(registers) == 1 else "{" + ", ".join(registers) + "}"
 
@@ -31,9 +39,9 @@ class File:
     %r0 is the thread.
     """
 
-    def __init__(self, name: str, forms: Iterable[str], threads: int = 32, ulp: int = 0,
-                 shared: int = 0):  # fmt: skip
-        self.name, self.forms = name, list(dict.fromkeys(forms))
+    def __init__(self, name: str, threads: int = 32, ulp: int = 0, shared: int = 0):
+        self.name = name
+        self.forms: list[str] = []
         self.threads, self.ulp, self.shared = threads, ulp, shared
         self.header: list[str] = []
         self.parameters: list[str] = []
@@ -66,17 +74,21 @@ class File:
         for text in lines:
             self.body += [line.strip() for line in text.strip().splitlines()]
 
+    def test(self, form: str, operands: str = "", guard: str = "") -> None:
+        """Emits an instruction under test."""
+        self.forms.append(form)
+        self.emit(f"{guard}{form}{' ' if operands else ''}{operands}; //!")
+
     @property
     def target(self) -> str:
         return "sm_100a" if any(_SM100.search(f) for f in [self.name, *self.forms]) else "sm_90a"
 
     def text(self) -> str:
-        lines = [f"form {f}" for f in self.forms]
-        lines += [f"threads {self.threads}"] if self.threads != 32 else []
+        lines = [f"threads {self.threads}"] if self.threads != 32 else []
         lines += [f"ulp {self.ulp}"] if self.ulp else []
         head = "".join(f"//! {line}\n" for line in [*lines, *self.header])
         head += f".version 8.8\n.target {self.target}\n.address_size 64\n"
         shared = f".shared .align 1024 .b8 smem[{self.shared}];\n" if self.shared else ""
         code = "\n".join([*self.body, "ret;"])
         parameters = ", ".join(self.parameters)
-        return f"{head}.visible .entry test({parameters})\n{{\n{REGISTERS}\n{shared}{code}\n}}\n"
+        return f"{head}.visible .entry test({parameters})\n{{\n{declarations(code)}\n{shared}{code}\n}}\n"

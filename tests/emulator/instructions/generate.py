@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import pathlib
 
+import memory
 import values
 from files import File, register
 from formats import bits_of, inputs
+
+from jax_dsa.emulator.isa import supported_forms
 
 FOLDER = pathlib.Path(__file__).parent
 
 
 def value_file(name: str, case: values.Case) -> File:
     """One instruction per lane."""
-    file = File(name, [case.form], ulp=case.ulp)
+    file = File(name, ulp=case.ulp)
     columns = case.given or [inputs(t, i + 1) for i, t in enumerate(case.sources)]
     expected = [case.function(*row) for row in zip(*columns, strict=True)]
     names = []
@@ -34,8 +37,8 @@ def value_file(name: str, case: values.Case) -> File:
         names.append(f"%p{i + 1}" if type_ == "pred" else source)
     out, bits = file.array("out", case.result, expected), bits_of(case.result)
     result = register(case.result, 0 if case.result == "pred" else 30)
-    file.emit(f"mad.wide.u32 {out}, %r0, {bits // 8}, {out};",
-              f"{case.form} {result}, {', '.join(names)}{case.tail};")  # fmt: skip
+    file.emit(f"mad.wide.u32 {out}, %r0, {bits // 8}, {out};")
+    file.test(case.form, f"{result}, {', '.join(names)}{case.tail}")
     if case.result == "pred":
         file.emit("selp.b32 %r30, 1, 0, %p0;")
         result = "%r30"
@@ -44,7 +47,9 @@ def value_file(name: str, case: values.Case) -> File:
 
 
 def files() -> list[File]:
-    return [value_file(name, case) for name, case in values.build().items()]
+    """All files; the forms of the instruction table say which ones there have to be."""
+    forms = supported_forms()
+    return [*(value_file(n, c) for n, c in values.build().items()), *memory.files(forms)]
 
 
 def main() -> None:

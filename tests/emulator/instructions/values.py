@@ -361,7 +361,9 @@ def _wide_inputs(dst: str, src: str) -> list[int]:
     """Edges of the format, halves, and numbers around the limits of the integer type."""
     limits = [Fraction(2) ** (bits_of(dst) - k) * s for k in (0, 1, 2) for s in (1, -1)]
     around = [v + d for v in limits for d in (Fraction(-1, 2), Fraction(0), Fraction(1))]
-    words = [encode(real(v), src) for v in (*around, Fraction(1, 2), Fraction(3, 2), Fraction(-5, 2))]
+    words = [
+        encode(real(v), src) for v in (*around, Fraction(1, 2), Fraction(3, 2), Fraction(-5, 2))
+    ]
     return (words + formats.edges(src))[: LANES - 1] + [mask(src) >> 1]
 
 
@@ -432,8 +434,15 @@ def _narrowing(dst: str, src: str) -> list[int]:
     found = []
     for word in formats.edges(dst)[:7] + formats.floats(dst, 3)[:3]:
         low = decode(word & mask(dst) >> 1, dst)
-        step = Fraction(2) ** (max(formats.exponent_of(low.size), formats.FORMATS[dst].lowest)
-                               - formats.FORMATS[dst].mantissa) if low.size else Fraction(0)
+        step = (
+            Fraction(2)
+            ** (
+                max(formats.exponent_of(low.size), formats.FORMATS[dst].lowest)
+                - formats.FORMATS[dst].mantissa
+            )
+            if low.size
+            else Fraction(0)
+        )
         half = low.size + step / 2
         found += [encode(real(low.size * (-1) ** len(found)), src), encode(real(half), src),
                   encode(real(half), src) + 1]  # fmt: skip
@@ -444,7 +453,15 @@ def _narrowing(dst: str, src: str) -> list[int]:
 def build() -> dict[str, Case]:
     """All cases, by file name."""
     CASES.clear()
-    for part in (integer_cases, bit_cases, compare_cases, arithmetic_cases, float_cases,
-                 approximate_cases, integer_conversions, float_conversions):
+    for part in (
+        integer_cases,
+        bit_cases,
+        compare_cases,
+        arithmetic_cases,
+        float_cases,
+        approximate_cases,
+        integer_conversions,
+        float_conversions,
+    ):
         part()  # fmt: skip
     return CASES
