@@ -15,7 +15,7 @@ class InstructionsTest(parameterized.TestCase):
     def test_matches_its_header(self, path):
         file = instruction_files.read(path)
         launch = Launch("test", (1, 1, 1), (file.threads, 1, 1), file.parameters)
-        settings = Settings(outputs=frozenset(file.outputs))
+        settings = Settings(observers=("races", "coverage"))
         program = Program(file.text)
         results, report = run(program, launch, file.given(), settings)
         self.assertTrue(report.clean, str(report))

@@ -8,7 +8,14 @@ import numpy as np
 
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import READ, WRITE
-from jax_dsa.emulator.isa.addressing import Place, addresses, distinct, lane_numbers, told, uniform
+from jax_dsa.emulator.isa.addressing import (
+    Place,
+    distinct,
+    lane_numbers,
+    shared_addresses,
+    told,
+    uniform,
+)
 from jax_dsa.emulator.isa.barriers import find
 from jax_dsa.emulator.isa.copies import wait_for
 from jax_dsa.emulator.isa.descriptors import operand_bytes
@@ -48,7 +55,7 @@ def alloc(asm, ins, parts):
             return machine.wait(
                 group, f"waits for {columns} free columns of tensor memory", cta.tensor
             )
-        address = int(addresses(group, lane_numbers(group, active), base, offset)[0])
+        address = int(shared_addresses(group, lane_numbers(group, active), base, offset)[0])
         cta.shared.views[4][address >> 2] = start
         told(group, ins, Place(cta.shared, np.array([address]), np.array([0])), 4, WRITE)
 
@@ -318,7 +325,7 @@ def commit(asm, ins, parts):
 
     def run(group, active):
         tracker = group.warp.tracker(TCGEN05)
-        barriers = distinct(addresses(group, lane_numbers(group, active), base, offset))
+        barriers = distinct(shared_addresses(group, lane_numbers(group, active), base, offset))
         found = [(find(group, address, group, ins), lanes) for address, lanes in barriers]
 
         def carry_out(op):

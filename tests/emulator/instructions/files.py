@@ -43,6 +43,7 @@ class File:
         self.name = name
         self.forms: list[str] = []
         self.threads, self.ulp, self.shared = threads, ulp, shared
+        self.directives = ""
         self.header: list[str] = []
         self.parameters: list[str] = []
         self.body: list[str] = ["mov.u32 %r0, %tid.x;"]
@@ -91,4 +92,4 @@ class File:
         shared = f".shared .align 1024 .b8 smem[{self.shared}];\n" if self.shared else ""
         code = "\n".join([*self.body, "ret;"])
         parameters = ", ".join(self.parameters)
-        return f"{head}.visible .entry test({parameters})\n{{\n{declarations(code)}\n{shared}{code}\n}}\n"
+        return f"{head}.visible .entry test({parameters})\n{self.directives}{{\n{declarations(code)}\n{shared}{code}\n}}\n"

@@ -12,7 +12,9 @@ from __future__ import annotations
 import pathlib
 
 import memory
+import sync
 import values
+import warp
 from files import File, register
 from formats import bits_of, inputs
 
@@ -49,7 +51,7 @@ def value_file(name: str, case: values.Case) -> File:
 def files() -> list[File]:
     """All files; the forms of the instruction table say which ones there have to be."""
     forms = supported_forms()
-    return [*(value_file(n, c) for n, c in values.build().items()), *memory.files(forms)]
+    return [*(value_file(n, c) for n, c in values.build().items()), *memory.files(forms), *warp.files(), *sync.files()]
 
 
 def main() -> None:
