@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pathlib
 
+import copies
 import memory
 import sync
 import values
@@ -51,7 +52,7 @@ def value_file(name: str, case: values.Case) -> File:
 def files() -> list[File]:
     """All files; the forms of the instruction table say which ones there have to be."""
     forms = supported_forms()
-    return [*(value_file(n, c) for n, c in values.build().items()), *memory.files(forms), *warp.files(), *sync.files()]
+    return [*(value_file(n, c) for n, c in values.build().items()), *memory.files(forms), *warp.files(), *sync.files(), *copies.files()]
 
 
 def main() -> None:
