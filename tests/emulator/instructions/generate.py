@@ -14,6 +14,7 @@ import pathlib
 import copies
 import memory
 import sync
+import tensor_memory
 import values
 import warp
 from files import File, register
@@ -52,7 +53,7 @@ def value_file(name: str, case: values.Case) -> File:
 def files() -> list[File]:
     """All files; the forms of the instruction table say which ones there have to be."""
     forms = supported_forms()
-    return [*(value_file(n, c) for n, c in values.build().items()), *memory.files(forms), *warp.files(), *sync.files(), *copies.files()]
+    return [*(value_file(n, c) for n, c in values.build().items()), *memory.files(forms), *warp.files(), *sync.files(), *copies.files(), *tensor_memory.files()]
 
 
 def main() -> None:
