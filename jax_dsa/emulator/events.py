@@ -24,8 +24,9 @@ class Observer:
         """The group runs the straight piece of code that starts at pc."""
 
     def access(self, agent, ins, memory, cells, kind: str) -> None:
-        """The agent touches cells (slice or array) of a memory: READ, WRITE, ATOMIC (both), ATOMIC_READ or
-        ATOMIC_WRITE."""
+        """The agent touches cells (slice or array) of a memory: READ, WRITE, ATOMIC (both),
+        ATOMIC_READ or ATOMIC_WRITE.
+        """
 
     def issue(self, op) -> None:
         """Asynchronous work was started by op.group."""

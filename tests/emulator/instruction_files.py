@@ -7,7 +7,7 @@ what it must give. Instructions under test end with ``//!``.
                              parameter
     NAME TYPE value WORDS    a parameter that holds the words themselves
     NAME map ARRAY TYPE DIMENSIONS STRIDES BOX SWIZZLE
-                             a parameter: the tensor map of an array, lists as 64x8, - for an empty one
+                             a parameter: the tensor map of an array; lists as 64x8, - if empty
 
 Parameters come in the order of the lines. Arrays whose name starts with ``out`` hold the expected
 contents; they start as zeros. NaN of a floating-point TYPE equals any other NaN.
@@ -49,13 +49,8 @@ def canonical(words: np.ndarray, type_: str) -> np.ndarray:
     return elements
 
 
-def distance(a: np.ndarray, b: np.ndarray, type_: str) -> np.ndarray:
-    """Units in the last place between words of a floating-point type."""
-    a, b = (_ordinal(canonical(x, type_)) for x in (a, b))
-    return np.abs(a - b)
-
-
 def _ordinal(words: np.ndarray) -> np.ndarray:
+    """Words of a floating-point type as integers that differ by units in the last place."""
     bits = 8 * words.itemsize
     sign, size = words >> words.dtype.type(bits - 1), words & words.dtype.type((1 << bits - 1) - 1)
     return np.where(sign, -size.astype(np.int64), size.astype(np.int64))
@@ -85,6 +80,14 @@ class File:
     def given(self) -> dict[str, np.ndarray]:
         """The arrays before the launch."""
         return {n: np.zeros_like(a) if n.startswith("out") else a for n, a in self.arrays.items()}
+
+    def check(self, results: dict[str, np.ndarray], ulp: int = 0) -> None:
+        """Asserts that the outputs are the expected ones, up to ``ulp`` units in the last place."""
+        for name in self.outputs:
+            got, want = (canonical(a, self.types[name]) for a in (results[name], self.arrays[name]))
+            if ulp:
+                got = np.where(np.abs(_ordinal(got) - _ordinal(want)) <= ulp, want, got)
+            np.testing.assert_array_equal(got, want, f"{self.path.name}: {name}")
 
     def _line(self, first: str, second: str, words: list[str]) -> None:
         if first in ("threads", "ulp"):

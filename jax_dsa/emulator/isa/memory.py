@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from jax_dsa.emulator.barriers import Flag
@@ -138,7 +140,7 @@ def _bf16(fn):
     return lambda a, b: narrow_bf16(fn(widen_bf16(a), widen_bf16(b)))
 
 
-_UPDATE = {
+_UPDATE: dict[str, Callable] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "exch": lambda old, b: b, "inc": lambda old, b: np.where(old >= b, 0,
     old + 1),
@@ -149,7 +151,7 @@ _UPDATE = {
 _ELEMENT = {"bf16x2": "bf16", "f16x2": "f16"}
 
 
-_FLOAT_UPDATE = {"min": smaller, "max": larger}
+_FLOAT_UPDATE: dict[str, Callable] = {"min": smaller, "max": larger}
 
 
 def update_of(operation: str, type_: str):

@@ -211,12 +211,18 @@ def bulk_reduce_file(type_: str, operations: Sequence[str]) -> File:
                 for ws in zip(old, new, strict=True)]  # fmt: skip
     target, r = file.array("out", type_, expected), register(f"b{bits}", 20)
     file.emit(f"mov.u32 %r3, smem;\nmad.lo.u32 %r4, %r0, {size}, %r3;", POLICY)
-    file.emit(f"mad.wide.u32 {second}, %r0, {size}, {second};", f"ld.global.b{bits} {r}, [{second}];",
-              f"st.shared.b{bits} [%r4], {r};", f"mad.wide.u32 {first}, %r0, {size}, {first};",
-              f"ld.global.b{bits} {r}, [{first}];", f"mad.wide.u32 %d30, %r0, {size}, {target};")  # fmt: skip
+    file.emit(f"""
+        mad.wide.u32 {second}, %r0, {size}, {second};
+        ld.global.b{bits} {r}, [{second}];
+        st.shared.b{bits} [%r4], {r};
+        mad.wide.u32 {first}, %r0, {size}, {first};
+        ld.global.b{bits} {r}, [{first}];
+        mad.wide.u32 %d30, %r0, {size}, {target};""")
     for k in range(len(forms)):
         file.emit(f"st.global.b{bits} [%d30+{LANES * size * k}], {r};")
-    file.emit("fence.proxy.async;", "bar.warp.sync -1;", "setp.ne.u32 %p2, %r0, 0;", "@%p2 bra END;")
+    file.emit(
+        "fence.proxy.async;", "bar.warp.sync -1;", "setp.ne.u32 %p2, %r0, 0;", "@%p2 bra END;"
+    )
     for k, (_, form) in enumerate(forms):
         at = LANES * size * k
         file.test(form, f"[{target}+{at}], [%r3], {LANES * size}{policy(form)}")
@@ -271,9 +277,9 @@ def coordinates(file: File, values: Sequence[int], first: int = 60) -> str:
     return "{" + ", ".join(names) + "}"
 
 
-def tensor_load_file(name: str, forms: Sequence[str], text: str, words: list[int], at: Sequence[int],
-                     expected: list[int]) -> File:  # fmt: skip
-    """Every form loads the same box into a kilobyte of its own; all lanes copy it out as it lies."""
+def tensor_load_file(name: str, forms: Sequence[str], text: str, words: list[int],
+                     at: Sequence[int], expected: list[int]) -> File:  # fmt: skip
+    """Every form loads the box into a kilobyte of its own; all lanes copy it out as it lies."""
     file = File(name, shared=1024 * len(forms) + 1024)
     count, bar = len(expected) * 2, 1024 * len(forms)
     file.array("in0", "b16", words)
@@ -286,7 +292,9 @@ def tensor_load_file(name: str, forms: Sequence[str], text: str, words: list[int
     for k in range(len(forms)):
         file.emit(f"mbarrier.init.shared.b64 [%r3+{bar + 8 * k}], 1;")
     if len(at) < 4 and "gather" not in name:
-        file.test(f"cp.async.bulk.prefetch.tensor.{len(at)}d.L2.global.tile", f"[{tensor}, {place}]")
+        file.test(
+            f"cp.async.bulk.prefetch.tensor.{len(at)}d.L2.global.tile", f"[{tensor}, {place}]"
+        )
     file.test("prefetch.tensormap", f"[{tensor}]")
     for k, form in enumerate(forms):
         b = f"[%r3+{bar + 8 * k}]"
@@ -323,7 +331,7 @@ def tensor_load_files() -> list[File]:
 
 
 def swizzle_files() -> list[File]:
-    """16-byte chunks: bits 4.. of an address are xored with bits 7.. (2-D box at a multiple of 1024)."""
+    """Bits 4.. of a byte's address are xored with bits 7..; boxes lie at multiples of 1024."""
     found = []
     for bits, width in ((1, 16), (2, 32), (3, 64)):
         dims, box = (width + 16, 9), (width, 8)
@@ -368,7 +376,9 @@ def shared_source(name: str, type_: str, words: list[int]) -> File:
 
 def issue(file: File, copies: Sequence[tuple[str, str]]) -> None:
     """Lane 0 issues (form, operands) and waits."""
-    file.emit("fence.proxy.async;", "bar.warp.sync -1;", "setp.ne.u32 %p2, %r0, 0;", "@%p2 bra END;")
+    file.emit(
+        "fence.proxy.async;", "bar.warp.sync -1;", "setp.ne.u32 %p2, %r0, 0;", "@%p2 bra END;"
+    )
     for form, operands in copies:
         file.test(form, operands)
     file.emit("cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "END:")
@@ -392,7 +402,9 @@ def _store_file(name: str, forms, dims, box, at, targets: list[tuple[int, ...]])
 
 
 def scatter_file(dims, picked) -> File:
-    forms = [f"cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group{h}" for h in HINTS]
+    forms = [
+        f"cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group{h}" for h in HINTS
+    ]
     targets = [(picked[0] + c, row) for row in picked[1:] for c in range(32)]
     return _store_file("cp.async.bulk.tensor scatter4", forms, dims, (32, 1), picked, targets)
 
@@ -436,10 +448,13 @@ def tensor_reduce_file(name: str, rank: int, operations, type_: str) -> File:
         file.emit(f"mad.wide.u32 {first}, %r0, {bits // 8}, {first};")
         for part in range(0, len(old), LANES):
             at = part * bits // 8
-            file.emit(f"ld.global.b{bits} {r}, [{initial}+{at}];", f"st.global.b{bits} [{first}+{at}], {r};")
+            file.emit(
+                f"ld.global.b{bits} {r}, [{initial}+{at}];",
+                f"st.global.b{bits} [{first}+{at}], {r};",
+            )
         tensor = file.tensor_map(f"map_{operation}", target,
                                  described(_MAP_TYPES[type_], dims, box, bits=bits))  # fmt: skip
-        for k, (form, start) in enumerate(zip(forms, starts, strict=True)):
+        for k, form in enumerate(forms):
             names = [f"%r{60 + k}"] + ["%r64"] * (rank - 1)
             copies.append((form, f"[{tensor}, {{{', '.join(names)}}}], [%r3]{policy(form)}"))
     coordinates(file, (0, 16, 32, 52, 0))

@@ -82,7 +82,9 @@ class File:
 
     @property
     def target(self) -> str:
-        return "sm_100a" if any(_SM100.search(f) for f in [self.name, *self.forms]) else "sm_90a"
+        if any(_SM100.search(f) for f in [self.name, *self.forms]):
+            return "sm_100a"
+        return "sm_90a" if self.name == "setmaxnreg" else "sm_90"
 
     def text(self) -> str:
         lines = [f"threads {self.threads}"] if self.threads != 32 else []
@@ -92,4 +94,5 @@ class File:
         shared = f".shared .align 1024 .b8 smem[{self.shared}];\n" if self.shared else ""
         code = "\n".join([*self.body, "ret;"])
         parameters = ", ".join(self.parameters)
-        return f"{head}.visible .entry test({parameters})\n{self.directives}{{\n{declarations(code)}\n{shared}{code}\n}}\n"
+        entry = f".visible .entry test({parameters})\n{self.directives}"
+        return f"{head}{entry}{{\n{declarations(code)}\n{shared}{code}\n}}\n"

@@ -2,9 +2,10 @@
 
     python tests/emulator/instructions/generate.py
 
-Value rows have one file per opcode and form (``values.py``); forms that touch memory, synchronise or
-start asynchronous work share a file where only qualifiers differ that do not change the result. Expected values come from exact Python arithmetic (``formats.py``), never from the
-emulator. ``instruction_files.py`` reads the files; each can be run on hardware as it is.
+Value rows have one file per opcode and form (``values.py``); forms that touch memory, synchronise
+or start asynchronous work share a file where they differ in qualifiers that do not change the
+result. Expected values come from exact Python arithmetic (``formats.py``), never from the emulator.
+``instruction_files.py`` reads the files; each can be run on hardware as it is.
 """
 
 from __future__ import annotations
@@ -53,7 +54,14 @@ def value_file(name: str, case: values.Case) -> File:
 def files() -> list[File]:
     """All files; the forms of the instruction table say which ones there have to be."""
     forms = supported_forms()
-    return [*(value_file(n, c) for n, c in values.build().items()), *memory.files(forms), *warp.files(), *sync.files(), *copies.files(), *tensor_memory.files()]
+    return [
+        *(value_file(n, c) for n, c in values.build().items()),
+        *memory.files(forms),
+        *warp.files(),
+        *sync.files(),
+        *copies.files(),
+        *tensor_memory.files(),
+    ]
 
 
 def main() -> None:

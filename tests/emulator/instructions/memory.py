@@ -1,5 +1,5 @@
-"""Files of loads, stores and atomics: one per opcode, operation, vector and type, with every form of
-it in turn.
+"""Files of loads, stores and atomics: one per opcode, operation, vector and type, with every form
+of it in turn.
 
 Each form has its own cells. Inputs come in two blocks that forms use in turn, so that an
 instruction that did nothing would leave what the form before it gave.
@@ -47,7 +47,7 @@ def spaces(form: str) -> list[str]:
 
 
 class Cells:
-    """Addresses of one block of per-lane cells: global (%d<n>), shared (%r<n>) and generic shared."""
+    """Addresses of per-lane cells: global (%d<n>), shared (%r<n>) and generic shared (%d<n+1>)."""
 
     def __init__(self, file: File, pointer: str, size: int, number: int):
         self.wide, self.narrow = f"%d{number}", f"%r{number}"
@@ -161,6 +161,9 @@ def store_file(name: str, forms: list[str]) -> File:
     return file
 
 
+OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
 # -- atomics --------------------------------------------------------------------------------------
 def update(operation: str, type_: str) -> Callable:
     """New word of (old, operand): exact, rounded once where the type is a float."""
@@ -186,7 +189,7 @@ def _operands(operation: str, type_: str, old: list[int]) -> list[list[int]]:
 def atomic_file(name: str, forms: list[str]) -> File:
     """Every lane initialises its cell with plain stores, updates it, and stores the old value."""
     parts = forms[0].split(".")
-    operation = next(p for p in parts if p in ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"))  # fmt: skip
+    operation = next(p for p in parts if p in OPERATIONS)
     type_, count, returns = parts[-1], width(forms[0]), parts[0] == "atom"
     bits, size, where = bits_of(type_), count * bits_of(type_) // 8, places(forms)
     where += where[: len(where) % 2]

@@ -86,7 +86,7 @@ def _scope(fence: str) -> str:
 
 # -- mbarriers ------------------------------------------------------------------------------------
 def mbarrier_file(name: str, waits: list[str]) -> File:
-    """Per form of ``mbarrier.<name>``: warp 0 writes and arrives with it, warp 1 arrives plainly and
+    """Per form of ``mbarrier.<name>``: warp 0 writes and arrives with it, warp 1 arrives plainly,
     waits with one of ``waits``, then reads warp 0's words; not after a relaxed one, which orders
     nothing.
     """
@@ -97,8 +97,12 @@ def mbarrier_file(name: str, waits: list[str]) -> File:
     ordered = ["relaxed" not in a + w for a, w in zip(forms, waits, strict=True)]
     expected = [words[i] if ok else k for k, ok in enumerate(ordered) for i in range(32)]
     target = file.array("out", "b32", expected)
-    file.emit(f"mad.wide.u32 {target}, %r0, 4, {target};", "cvt.u64.u32 %d9, %r3;",
-              "cvta.shared.u64 %d9, %d9;", "setp.ne.u32 %p2, %r0, 0;", "@%p2 bra READY;")  # fmt: skip
+    file.emit(f"""
+        mad.wide.u32 {target}, %r0, 4, {target};
+        cvt.u64.u32 %d9, %r3;
+        cvta.shared.u64 %d9, %d9;
+        setp.ne.u32 %p2, %r0, 0;
+        @%p2 bra READY;""")
     for k in range(len(forms)):
         space = SPACES[k % 3]
         file.test(f"mbarrier.init{space}.b64", f"[{_base(space)}+{8 * k}], 64")

@@ -182,7 +182,9 @@ def bf16(value: int) -> int:
 
 
 def product_file(name: str, forms: Sequence[str], n: int) -> File:
-    """D = A B^T of small integers into columns of its own per form; odd forms twice, accumulating."""
+    """D = A B^T of small integers, in columns of its own per form; odd forms accumulate a second
+    time.
+    """
     a = [[(3 * r + 5 * k) % 9 - 4 for k in range(16)] for r in range(128)]
     b = [[(7 * r + 2 * k) % 7 - 3 for k in range(16)] for r in range(n)]
 

@@ -119,7 +119,7 @@ def bit_cases() -> None:
     case("shf.r.wrap.b32", "b32 b32 u32", "b32",
          lambda a, b, c: (b << 32 | a) >> c % 32 & mask("b32"), shf)  # fmt: skip
     for table in (0x80, 0xE8, 0x96, 0x1B):
-        case("lop3.b32", "b32 b32 b32", "b32", lambda *ws, t=table: _lop3(*ws, t),
+        case("lop3.b32", "b32 b32 b32", "b32", lambda a, b, c, t=table: _lop3(a, b, c, t),
              name=f"lop3.b32 {table:#x}", tail=f", {table:#x}")  # fmt: skip
 
 

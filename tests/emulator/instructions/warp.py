@@ -123,7 +123,9 @@ def warp_sync_file() -> File:
     words = inputs("b32", 1)
     file, source = warp_file("bar.warp.sync", "b32", words, shared=128)
     target = out(file, "out", "b32", [words[i ^ 5] for i in range(LANES)])
-    file.emit("mov.u32 %r3, smem;", "mad.lo.u32 %r4, %r0, 4, %r3;", f"st.shared.b32 [%r4], {source};")
+    file.emit(
+        "mov.u32 %r3, smem;", "mad.lo.u32 %r4, %r0, 4, %r3;", f"st.shared.b32 [%r4], {source};"
+    )
     file.test("bar.warp.sync", "-1")
     file.emit("xor.b32 %r5, %r0, 5;", "mad.lo.u32 %r5, %r5, 4, %r3;", "ld.shared.b32 %r6, [%r5];",
               f"st.global.b32 [{target}], %r6;")  # fmt: skip
@@ -139,7 +141,7 @@ def _fragment(rows: list[list[int]], matrix: int, thread: int, trans: bool) -> i
 
 
 def _addresses(file: File, rows: int) -> None:
-    """%r4, %d14: where lane i's row lies, 5 i modulo the number of rows; lanes beyond have it too."""
+    """%r4, %d14: where lane i's row lies: row 5 i modulo the number of rows."""
     file.emit(f"""
         mov.u32 %r3, smem;
         mul.lo.u32 %r5, %r0, 5;
@@ -217,7 +219,8 @@ def address_file() -> File:
     for k, space in enumerate(("shared", "shared::cta")):
         file.test(f"cvta.{space}.u64", "%d11, %d10")
         file.emit(f"st.b32 [%d11], {source};", "ld.shared.b32 %r21, [%r4];",
-                  f"st.global.b32 [{target}+{128 * k}], %r21;", "st.shared.b32 [%r4], 0;")  # fmt: skip
+                  f"st.global.b32 [{target}+{128 * k}], %r21;",
+                  "st.shared.b32 [%r4], 0;")  # fmt: skip
     file.test("cvta.to.shared.u64", "%d12, %d11")
     file.emit(f"st.shared.b32 [%d12], {source};", "ld.b32 %r21, [%d11];",
               f"st.global.b32 [{target}+256], %r21;", "mov.b64 %d13, p_data;")  # fmt: skip
