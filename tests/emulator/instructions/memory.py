@@ -15,9 +15,10 @@ from fractions import Fraction
 
 import formats
 from files import File, register, vector
-from formats import LANES, bits_of, element, integer
+from formats import bits_of, element, integer
 from values import floating, integers, mask
 
+LANES = 8  # enough: what is tested is each form, not each lane
 _GROUP = re.compile(r"(v[248]|add|min|max|and|or|xor|exch|cas|inc|dec|noftz)$")
 
 
@@ -91,8 +92,8 @@ def extended(word: int, type_: str) -> int:
 
 
 def store_out(file: File, out: str, offset: int, registers: list[str], wide: int) -> None:
-    """Stores 32- or 64-bit registers, at most 16 bytes at a time."""
-    per = 16 // (wide // 8)
+    """Stores registers of ``wide`` bits, at most four and 16 bytes at a time."""
+    per = min(128 // wide, 4)
     for i in range(0, len(registers), per):
         part = registers[i : i + per]
         kind = f".v{len(part)}" if len(part) > 1 else ""
@@ -104,7 +105,7 @@ def load_file(name: str, forms: list[str]) -> File:
     type_, count = forms[0].split(".")[-1], width(forms[0])
     bits, wide = bits_of(type_), max(bits_of(type_), 32)
     size, where = count * bits // 8, places(forms)
-    file = File(name, shared=2 * LANES * size)
+    file = File(name, threads=LANES, shared=2 * LANES * size)
     words = numbers(type_, 2 * LANES * count, 1)
     cells = Cells(file, file.array("in0", type_, words), size, 10)
     blocks = -(-len(where) // 2)
@@ -128,7 +129,7 @@ def parameter_file(name: str, forms: list[str]) -> File:
     """ld.param: all lanes read the same bytes, the second vector of the parameter."""
     type_, count = forms[0].split(".")[-1], width(forms[0])
     wide = max(bits_of(type_), 32)
-    file = File(name)
+    file = File(name, threads=LANES)
     words = numbers(type_, 2 * count, 1)
     file.bytes_parameter("data", type_, words)
     out = file.array("out", f"b{wide}", [extended(w, type_) for w in words[count:]], LANES)
@@ -145,7 +146,7 @@ def store_file(name: str, forms: list[str]) -> File:
     type_, count = forms[0].split(".")[-1], width(forms[0])
     bits, size, where = bits_of(type_), count * bits_of(type_) // 8, places(forms)
     block = LANES * size
-    file = File(name, shared=len(where) * block)
+    file = File(name, threads=LANES, shared=len(where) * block)
     words = numbers(type_, LANES * count, 1)
     source = file.array("in0", type_, words)
     file.emit(f"mad.wide.u32 {source}, %r0, {size}, {source};")
@@ -194,7 +195,7 @@ def atomic_file(name: str, forms: list[str]) -> File:
     bits, size, where = bits_of(type_), count * bits_of(type_) // 8, places(forms)
     where += where[: len(where) % 2]
     block = LANES * size
-    file = File(name, shared=2 * block)
+    file = File(name, threads=LANES, shared=2 * block)
     old = numbers(type_, 2 * LANES * count, 1)
     operands = _operands(operation, type_, old)
     new = [update(operation, type_)(*ws) for ws in zip(old, *operands, strict=True)]
@@ -216,8 +217,8 @@ def atomic_file(name: str, forms: list[str]) -> File:
         file.test(form, f"{target}[{address}], {', '.join(vector(c[turn]) for c in columns)}")
         if space == "shared":
             _transfer(file, plain, own, "global", f"{cells.wide}+{k * block}", bits, count)
-        for i, r in enumerate(results if returns else ()):
-            file.emit(f"st.global.b{bits} [{olds}+{k * block + i * bits // 8}], {r};")
+        if returns:
+            store_out(file, olds, k * block, results, bits)
     return file
 
 
@@ -237,12 +238,20 @@ def _load_operands(file, index: int, type_: str, count: int, words: list[int]) -
 
 
 def _transfer(file, load: str, source: str, store: str, target: str, bits: int, count: int) -> None:
-    """Plain copies of one lane's elements, 4 or 8 bytes at a time where they allow it."""
-    step = min(count * bits, 64)
-    for at in range(0, count * bits // 8, step // 8):
-        r = register(f"b{step}", 9)
-        file.emit(f"ld.{load}.b{step} {r}, [{source}+{at}];",
-                  f"st.{store}.b{step} [{target}+{at}], {r};")  # fmt: skip
+    """Plain copies of one lane's elements, 16 bytes at a time where there are so many."""
+    total = count * bits
+    kind = f".b{total}" if total <= 64 else ".v2.b64"
+    registers = vector([register("b64" if total > 64 else f"b{total}", 60 + i)
+                        for i in range(1 + (total > 64))])  # fmt: skip
+    for at in range(0, total // 8, 16):
+        file.emit(f"ld.{load}{kind} {registers}, [{moved(source, at)}];",
+                  f"st.{store}{kind} [{moved(target, at)}], {registers};")  # fmt: skip
+
+
+def moved(address: str, by: int) -> str:
+    """``base+offset``, so many bytes on."""
+    base, offset = address.split("+")
+    return f"{base}+{int(offset) + by}"
 
 
 def files(forms: list[str]) -> list[File]:
