@@ -54,7 +54,7 @@ class Observer:
         """
 
     def fence(self, group, kind: str, ins) -> None:
-        """Kinds: proxy.async, tcgen05.before, tcgen05.after, memory."""
+        """Kinds: proxy.async, tcgen05.before, tcgen05.after, wgmma, memory."""
 
     def split(self, parent, child) -> None:
         """Lanes left the group and run on as ``child``."""

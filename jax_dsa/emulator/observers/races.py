@@ -25,7 +25,13 @@ from jax_dsa.emulator.observers.shadow import Conflict, Shadow, as_array
 from jax_dsa.emulator.observers.words import missing_edge
 from jax_dsa.emulator.report import Fault, Race, Report, Site
 
-_WAITED = {"cp.async", "bulk", "tcgen05.ld", "tcgen05.st"}  # families that complete in issue order
+_WAITED = {
+    "cp.async",
+    "bulk",
+    "tcgen05.ld",
+    "tcgen05.st",
+    "wgmma",
+}  # families that complete in issue order
 _TENSOR_OPS = {"mma", "cp", "ld", "st"}
 _CHECKS = {
     READ: "read", WRITE: "write", ATOMIC: "update", ATOMIC_READ: "load", ATOMIC_WRITE: "update",

@@ -84,7 +84,7 @@ class File:
     def target(self) -> str:
         if any(_SM100.search(f) for f in [self.name, *self.forms]):
             return "sm_100a"
-        return "sm_90a" if self.name == "setmaxnreg" else "sm_90"
+        return "sm_90a" if self.name.startswith(("setmaxnreg", "wgmma")) else "sm_90"
 
     def text(self) -> str:
         lines = [f"threads {self.threads}"] if self.threads != 32 else []

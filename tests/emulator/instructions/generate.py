@@ -18,6 +18,7 @@ import sync
 import tensor_memory
 import values
 import warp
+import wgmma
 from files import File, register
 from formats import bits_of, inputs
 
@@ -61,6 +62,7 @@ def files() -> list[File]:
         *sync.files(),
         *copies.files(),
         *tensor_memory.files(),
+        *wgmma.files(),
     ]
 
 
