@@ -144,7 +144,7 @@ def launch_of(kernel: manifest.Kernel, x: Inputs) -> Launch:
     return Launch(
         kernel.symbol,
         (groups * queries, -(-heads // HEADS), 1),
-        tuple(kernel.block),
+        kernel.block,
         [*map(Pointer, ARRAYS), *scalars],
         kernel.dynamic_shared_bytes,
         entry=kernel,
@@ -157,9 +157,12 @@ def relative(value: np.ndarray, reference: np.ndarray) -> float:
     return float(error / (np.linalg.norm(reference) or 1))
 
 
-def execute(head_dim: int, dtype: str, x: Inputs, **settings):
+QUIET = Settings(observers="none", outputs=frozenset({"dq"}))
+
+
+def execute(head_dim: int, dtype: str, x: Inputs, settings: Settings = QUIET):
+    """(arrays, report) of a launch."""
     subject = compiled(head_dim, dtype)
-    settings = Settings(outputs=frozenset({"dq"}), **{"observers": "none"} | settings)
     return run(subject.program, launch_of(subject.entry, x), x.arrays, settings)
 
 
@@ -182,8 +185,8 @@ class Sm90BackwardTest(parameterized.TestCase):
     def test_no_race_under_any_schedule(self, config, schedule):
         head_dim, dtype = config["head_dim"], config["dtype"]
         x = make(Case("three_tiles", heads=16, topk=190), head_dim, dtype, seed=1)
-        settings = {"schedule": SCHEDULES[schedule], "observers": "all"}
-        results, report = execute(head_dim, dtype, x, **settings)
+        settings = Settings(SCHEDULES[schedule], outputs=frozenset({"dq"}))
+        results, report = execute(head_dim, dtype, x, settings)
         self.assertTrue(report.clean, str(report)[:2000])
         self.assert_right(results, x, dtype)
 
@@ -245,7 +248,7 @@ class OrderTest(parameterized.TestCase):
         subject = compiled(576, dtype)
         x = make(Case("three_tiles", heads=16, topk=190), 576, dtype, seed=1)
         launch = launch_of(subject.entry, x)
-        settings = Settings(observers=("registers",), outputs=frozenset({"dq"}), step_limit=200_000)
+        settings = Settings(observers=("races",), outputs=frozenset({"dq"}), step_limit=200_000)
 
         def attempt(code, witness):
             codes = {subject.entry.symbol: code}

@@ -378,9 +378,7 @@ class Backward:
             barriers.wait(empty, (tile & 1) ^ 1)
             if lane < tiles.ROWS_PER_WARP:
                 rows[tile % 2 * KEYS + own] = Int32(cutlass.select_(valid, index, -1))
-            cute.arch.mbarrier_arrive(
-                full
-            )  # for the stores; the copies' arrivals say nothing of them
+            cute.arch.mbarrier_arrive(full)  # for the stores: the copies do not speak for them
             tiles.copy_rows(k, x.kv, index, Int32(valid), self.columns, warp, lane)
             barriers.arrive_copies(full)
 
