@@ -5,6 +5,9 @@ from absl.testing import absltest, parameterized
 from harness import SCHEDULES, THREAD, execute
 from wgmma_kernels import FENCE, REGISTERS, START, accumulators, descriptor, place, product
 
+from jax_dsa.emulator.observers.races import Races
+from jax_dsa.emulator.report import Report
+
 BOTH = (True, False)
 N, THREADS = 8, 160  # a warpgroup, and a warp of its own (4)
 BF16 = np.uint16
@@ -300,6 +303,14 @@ class WarpgroupTest(WgmmaSyncTest):
     def test_exit_requires_wait_group(self, ordered):
         report = self.run_kernel(kernel(ready() + mma() + COMMIT + (wait() if ordered else "")))
         self.assertEqual({f.kind for f in report.faults}, set() if ordered else {"async at exit"})
+
+
+class ReportTest(parameterized.TestCase):
+    def test_an_observer_keeps_the_races_of_the_others(self):
+        report = Report()
+        report.races = ("of registers",)
+        Races().fill(report)
+        self.assertEqual(report.races, ("of registers",))
 
 
 if __name__ == "__main__":

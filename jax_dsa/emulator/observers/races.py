@@ -358,7 +358,7 @@ class Races(Observer):
         self.faults.setdefault(("async at exit", site.line), Fault("async at exit", site, text))
 
     def fill(self, report: Report) -> None:
-        report.races = tuple(self.races.values())
+        report.races = (*report.races, *self.races.values())
         report.faults = (*report.faults, *self.faults.values())
         report.lints = (*report.lints, *self.lints.values())
 

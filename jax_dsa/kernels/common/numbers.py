@@ -30,6 +30,13 @@ def reciprocal(x):
     return _approximate("rcp", x)
 
 
+def multiply(x, y):
+    """x y, rounded: never part of a fused multiply-add, so equal factors give equal products."""
+    return cute.arch.inline_ptx(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
+
+
 def choose(condition, yes, no):
     """``yes`` where ``condition`` holds, else ``no``, both Float32, without a branch."""
     return Float32(cutlass.select_(condition, Float32(yes), Float32(no)))

@@ -57,7 +57,7 @@ from cutlass._mlir.dialects import arith
 from jax_dsa.cubins import manifest
 from jax_dsa.kernels.common import barriers, config, drain, plan, products, tiles
 from jax_dsa.kernels.common.config import VALUE_DIM, Config
-from jax_dsa.kernels.common.numbers import LOG2_E, choose, exp2
+from jax_dsa.kernels.common.numbers import LOG2_E, choose, exp2, multiply
 
 HEADS = 64  # of a CTA
 KEYS = 64  # of a tile
@@ -445,7 +445,7 @@ class Backward:
         products.wait(1)
         for n in range(HALF // 2):
             i, here = n // 2 % 2, valid[8 * (n // 4) + n % 2]
-            e = exp2((s[n] * x.scale - heads[i].lse) * LOG2_E)
+            e = exp2((multiply(s[n], x.scale) - heads[i].lse) * LOG2_E)
             p[n] = choose(here, e, Float32(0.0))
         products.wait()
         for n in range(HALF // 2):

@@ -152,7 +152,7 @@ def softmax(s, o, top, total, c, bias: int) -> None:
 def finish(top, total, sink, scale, bias: int) -> tuple:
     """(lse, alpha / l) of a row from its maximum, its l and its sink."""
     some = total != 0.0
-    lse = top * scale + numbers.log2(total * 2.0**-bias) * numbers.LN_2
+    lse = numbers.multiply(top, scale) + numbers.log2(total * 2.0**-bias) * numbers.LN_2
     lse = numbers.choose(some, lse, -math.inf)
     alpha = numbers.reciprocal(1.0 + numbers.exp2((sink - lse) * numbers.LOG2_E))
     return lse, numbers.choose(some, alpha * numbers.reciprocal(total), 0.0)
