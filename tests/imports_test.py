@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 import jax_dsa
 
 PACKAGE = pathlib.Path(jax_dsa.__file__).parent
-COMMANDS = {"jax_dsa.bench", "jax_dsa.doctor", "jax_dsa.verify"}
+COMMANDS = {"jax_dsa.bench", "jax_dsa.doctor", "jax_dsa.verify", "jax_dsa.aot.__main__"}
 HEAVY = ("cutlass", "cuda", "nvidia", "triton", "torch", "matplotlib", "optax", "tqdm")
 
 
@@ -67,6 +67,18 @@ class ImportRulesTest(parameterized.TestCase):
         allowed = ("jax_dsa.kernels", "jax_dsa.aot")
         found = self.violations(of=(), forbidden=lambda target: under(target, "cutlass"))
         self.assertEqual([pair for pair in found if not under(pair[0], *allowed)], [])
+
+    def test_cubins_import_neither_cutlass_nor_what_compiles(self):
+        rooms = ("cutlass", "jax_dsa.kernels", "jax_dsa.aot", "jax")
+        found = self.violations(of=("jax_dsa.cubins",), forbidden=lambda t: under(t, *rooms))
+        self.assertEqual(found, [])
+
+    def test_aot_imports_no_jax_and_cutlass_only_where_it_compiles(self):
+        """Compiling needs no JAX; what plans and checks needs no compiler."""
+        found = self.violations(of=("jax_dsa.aot",), forbidden=lambda t: under(t, "jax"))
+        self.assertEqual(found, [])
+        found = self.violations(of=("jax_dsa.aot",), forbidden=lambda t: under(t, "cutlass"))
+        self.assertEqual({name for name, _ in found}, {"jax_dsa.aot.worker", "jax_dsa.aot.peer"})
 
     def test_emulator_imports_only_the_manifest(self):
         def foreign(target):

@@ -41,24 +41,27 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     archs = args.arch or sorted(builder.MODULES)
     out = args.out or store.default_cache()
-    if args.list:
-        print(table.listing(archs, store.Store(out), args.modules, args.opt_level))
-        return 0
-    if builder.available() is None:
+    if builder.available() is None and not args.list:
         print(f"compiling needs {builder.DISTRIBUTION}: pip install 'jax_dsa[kernels]'")
         return 2
-    with table.Progress() as progress:
-        try:
-            report = builder.build(
-                archs, out, modules=args.modules, opt_level=args.opt_level, jobs=args.jobs,
-                force=args.force, prune=args.prune, progress=progress,
-                waiting=lambda: print(f"waiting for another build in {out}", flush=True),
-            )  # fmt: skip
-        except builder.BuildError as error:
-            print(error, file=sys.stderr)
-            return 1
-    print(table.report(report))
+    try:
+        if args.list:
+            print(table.listing(archs, store.Store(out), args.modules, args.opt_level))
+        else:
+            print(table.report(_build(args, archs, out)))
+    except builder.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
+
+
+def _build(args: argparse.Namespace, archs, out) -> builder.Report:
+    with table.Progress() as progress:
+        return builder.build(
+            archs, out, modules=args.modules, opt_level=args.opt_level, jobs=args.jobs,
+            force=args.force, prune=args.prune, progress=progress,
+            waiting=lambda: print(f"waiting for another build in {out}", flush=True),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

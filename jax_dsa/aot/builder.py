@@ -82,7 +82,7 @@ def build(
     prune: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     waiting: Callable[[], None] = lambda: None,
-    worker: Sequence[str] = WORKER,
+    worker: Sequence[str] | None = None,
 ) -> Report:
     """Compiles the kernels of some architectures, those that ``out`` has not yet.
 
@@ -96,13 +96,13 @@ def build(
       prune: remove from ``out`` everything else.
       progress: called with (kernels done, kernels to compile).
       waiting: called when another process builds in the folder and is waited for.
-      worker: the command that runs ``aot.worker``.
+      worker: the command that runs ``aot.worker``; None is WORKER.
 
     Raises:
       BuildError: when the compiler is not installed, an architecture is unknown, or kernels failed;
         those that did not fail are in ``out``.
     """
-    if worker is WORKER and available() is None:
+    if worker is None and available() is None:
         raise BuildError(
             f"compiling needs {DISTRIBUTION}, which is not installed:"
             " pip install 'jax_dsa[kernels]'."
@@ -132,7 +132,7 @@ def title(entry: manifest.Kernel) -> str:
 
 def plan_all(
     arch: str, modules: Sequence[str] | None = None, opt_level: int = 3,
-    worker: Sequence[str] = WORKER,
+    worker: Sequence[str] | None = None,
 ) -> list[Plan]:  # fmt: skip
     """The kernels of an architecture, with their "source" and "build" hashes.
 
@@ -145,7 +145,7 @@ def plan_all(
     with tempfile.TemporaryDirectory() as scratch:
         answer = pathlib.Path(scratch) / "described.json"
         names = MODULES[arch] if modules is None else modules
-        code, log = _run([*worker, "describe", str(answer), arch, *names])
+        code, log = _run([*(worker or WORKER), "describe", str(answer), arch, *names])
         if code:
             raise BuildError(f"the kernels of {arch} cannot be listed: {_failure(code, log)}")
         described = json.loads(answer.read_text())
@@ -199,11 +199,11 @@ def _compile_all(folder, plans, jobs, progress, worker) -> tuple[list[Row], list
     return rows, sorted(failures)
 
 
-def _compile(folder: store.Store, plan: Plan, *, worker: Sequence[str]) -> Row:
+def _compile(folder: store.Store, plan: Plan, *, worker: Sequence[str] | None) -> Row:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         job = [scratch, plan.entry.arch, plan.entry.module, str(plan.index), str(plan.opt_level)]
-        code, log = _run([*worker, "compile", *job])
+        code, log = _run([*(worker or WORKER), "compile", *job])
         if code:
             raise checks.Refused(_failure(code, log))
         results = [pathlib.Path(scratch) / f"kernel.{suffix}" for suffix in ("cubin", "ptx")]

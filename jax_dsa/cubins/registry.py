@@ -90,13 +90,7 @@ class Registry:
         self.lock = threading.RLock()  # a second thread waits for what the first compiles
 
     def find(self, arch: str, op: str, facts: Mapping[str, Any], *, build: bool = True) -> Found:
-        """The kernel for a problem.
-
-        Args:
-          arch: e.g. "sm_90a"; op: "forward" or "backward".
-          facts: compared by equality with the facts of each kernel.
-          build: compile where nothing usable is there and a compiler is.
-
+        """The kernel of an op whose facts equal these; ``build``: compiled where it is missing.
         Raises:
           KernelMissing: with the reason.
         """
@@ -192,7 +186,8 @@ class Registry:
             folders = ", ".join(str(kept.folder) for kept in self.stores)
             archs = ", ".join(self.archs()) or "none"
             lines.append(f"Architectures there: {archs}; looked in {folders}.")
-            lines.append(f"To compile: {command(arch)} (needs pip install 'jax_dsa[kernels]').")
+            hint = f"To compile: {command(arch)} (needs pip install 'jax_dsa[kernels]')."
+            lines += [hint] if arch in ARCHITECTURES.values() else []
         return " ".join(lines)
 
 
@@ -200,8 +195,7 @@ def _named(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in facts.items())
 
 
-def command(arch: str) -> str:
-    """What a user types to compile the kernels of an architecture."""
+def command(arch: str) -> str:  # what a user types
     return f"python -m jax_dsa.aot --arch {arch}"
 
 
@@ -211,6 +205,8 @@ def compile_on_miss(arch: str, cache: pathlib.Path | None = None) -> None:
     Raises:
       KernelMissing: where the compiler is not installed, or fails.
     """
+    if arch not in ARCHITECTURES.values():
+        raise KernelMissing(f"No kernels are written for {arch}.")
     try:
         importlib.metadata.version(COMPILER)
     except importlib.metadata.PackageNotFoundError:

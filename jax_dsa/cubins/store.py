@@ -69,6 +69,7 @@ class Store:
         try:
             found = elf.read(data)
         except elf.CubinError as error:
+            self._check_hash(entry, "cubin", data, f" ({error})")
             raise elf.CubinError(f"{path}: {error}.") from None
         self._check_hash(entry, "cubin", data)
         if not found.serves(entry.arch):
@@ -91,10 +92,10 @@ class Store:
         """Where the file of an entry lies; suffix "cubin" or "ptx"."""
         return self.folder / f"{entry.hashes.get(suffix, 'none')}.{suffix}"
 
-    def _check_hash(self, entry: manifest.Kernel, suffix: str, data: bytes) -> None:
+    def _check_hash(self, entry: manifest.Kernel, suffix: str, data: bytes, how: str = "") -> None:
         if digest(data) != entry.hashes.get(suffix):
             path = self.path(entry, suffix)
-            raise elf.CubinError(f"{path}: altered, its SHA-256 is now {digest(data)}.")
+            raise elf.CubinError(f"{path}: altered{how}, its SHA-256 is now {digest(data)}.")
 
     def add(self, entry: manifest.Kernel, cubin: bytes, ptx: str) -> manifest.Kernel:
         """Writes a kernel; returns its entry with the hashes of both files."""
