@@ -61,7 +61,8 @@ def _forward(call: Call, q, kv, indices, topk_length, sink):
     return (out, lse), (q, kv, indices, topk_length, sink, out, lse)
 
 
-def _backward(call: Call, residuals, cotangents):
+def backward(call: Call, residuals, cotangents):
+    """``dq, dkv, None, None, dsink`` of ``(q, kv, indices, topk_length, sink, out, lse)``."""
     q, kv, indices, topk_length, sink, out, lse = residuals
     dout, dlse = cotangents
     accum = call.facts.accum_dtype
@@ -80,4 +81,4 @@ def _backward(call: Call, residuals, cotangents):
 
 
 _attention: Any = jax.custom_vjp(_primal, nondiff_argnums=(0,))
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, backward)

@@ -11,6 +11,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from jax_dsa import bench, dispatch, doctor
+from jax_dsa.bench import __main__ as bench_command
 from jax_dsa.cubins import manifest, registry
 from jax_dsa.ffi import driver
 
@@ -92,7 +93,7 @@ class BenchTest(parameterized.TestCase):
         folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
         names = ["naive", "naive_map", "xla", "reference"]
         code, text = run(
-            bench.main,
+            bench_command.main,
             *("--shape", "tiny", "--dtype", "float32", "--rounds", "2"),
             *("--implementations", *names),
             *("--json", str(folder / "b.json"), "--plot", str(folder / "b.png")),
@@ -100,15 +101,22 @@ class BenchTest(parameterized.TestCase):
         self.assertEqual(code, 0)
         results = json.loads((folder / "b.json").read_text())["results"]
         rows = results[0]["rows"]
-        self.assertEqual([r["name"] for r in rows], names * 2)
+        wanted = [(n, "forward") for n in names] + [("xla", "backward")]
+        wanted += [(n, "gradient") for n in names]
+        self.assertEqual([(r["name"], r["kind"]) for r in rows], wanted)
         for row in rows:
             self.assertLessEqual(row["low_ms"], row["ms"])
             self.assertLessEqual(row["ms"], row["high_ms"])
-        self.assertLen(re.findall(r"^\| tiny ", text, re.MULTILINE), 8)
+            self.assertLessEqual(row["low_speed"], row["high_speed"])
+        self.assertLen(re.findall(r"^\| tiny ", text, re.MULTILINE), 9)
+        again = run(bench_command.main, "--table", str(folder / "b.json"))[1]
+        self.assertIn(again.strip(), text)
         self.assertEqual((folder / "b.png").read_bytes()[1:4], b"PNG")
 
     def test_what_cannot_run_is_reported_and_fails(self):
-        code, text = run(bench.main, "--shape", "tiny", "--implementations", "xla", "cutedsl")
+        code, text = run(
+            bench_command.main, "--shape", "tiny", "--implementations", "xla", "cutedsl"
+        )
         self.assertEqual(code, 1)
         self.assertRegex(text, r"cutedsl \| NotImplementedError")
 

@@ -9,7 +9,9 @@ FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault(
+    "JAX_PLATFORMS", "cuda,cpu" if os.environ.get("JAX_DSA_GPU") == "1" else "cpu"
+)
 # A compiled program must come from the code under test, never from an earlier run's cache.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 # The suite sets the block size where it means to.

@@ -24,11 +24,13 @@ class Op:
     """One asynchronous operation of one instruction.
 
     Attributes:
-      kind: what the engine does: "mma", "cp", "ld", "st", "copy" (cp.async), "bulk", "arrive".
+      kind: what the engine does: "mma", "wgmma", "cp", "ld", "st", "copy" (cp.async), "bulk",
+        "arrive".
       group, ins: who issued it, with which instruction; ``lanes`` are the issuing lanes.
       chain: pipeline key, or None when unordered.
       tracks: the operations whose completion this one announces (commit, cp.async.mbarrier.arrive).
-      family: what waits speak of: "cp.async", "bulk", "tcgen05", "tcgen05.ld", "tcgen05.st".
+      family: what waits speak of: "cp.async", "bulk", "tcgen05", "tcgen05.ld", "tcgen05.st",
+        "wgmma".
       effect: carries it out.
     """
 

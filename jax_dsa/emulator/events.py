@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 READ, WRITE, ATOMIC = "read", "write", "atomic"
+ATOMIC_READ, ATOMIC_WRITE = "atomic read", "atomic write"
 
 
 class Observer:
@@ -23,7 +24,9 @@ class Observer:
         """The group runs the straight piece of code that starts at pc."""
 
     def access(self, agent, ins, memory, cells, kind: str) -> None:
-        """The agent touches cells (slice or array) of a memory: READ, WRITE or ATOMIC."""
+        """The agent touches cells (slice or array) of a memory: READ, WRITE, ATOMIC (both),
+        ATOMIC_READ or ATOMIC_WRITE.
+        """
 
     def issue(self, op) -> None:
         """Asynchronous work was started by op.group."""
@@ -51,7 +54,7 @@ class Observer:
         """
 
     def fence(self, group, kind: str, ins) -> None:
-        """Kinds: proxy.async, tcgen05.before, tcgen05.after, memory."""
+        """Kinds: proxy.async, tcgen05.before, tcgen05.after, wgmma, memory."""
 
     def split(self, parent, child) -> None:
         """Lanes left the group and run on as ``child``."""

@@ -31,7 +31,7 @@ ORDERING = (
     "bar.", "barrier.", "mbarrier.arrive", "mbarrier.try_wait", "mbarrier.test_wait",
     "mbarrier.init", "fence.",
     "tcgen05.fence", "tcgen05.wait", "tcgen05.commit", "cp.async.wait", "cp.async.bulk.wait",
-    "cp.async.mbarrier",
+    "cp.async.mbarrier", "wgmma.fence", "wgmma.commit", "wgmma.wait",
 )  # fmt: skip
 ARRIVALS = ("mbarrier.arrive", "tcgen05.commit", "cp.async.mbarrier")
 WAITS = ("mbarrier.try_wait", "mbarrier.test_wait")
@@ -280,6 +280,8 @@ def _families(ins: Instruction) -> tuple[str, ...]:
         return ("tcgen05.ld",) if "::ld" in ins.opcode else ("tcgen05.st",)
     if ins.opcode.startswith("cp.async.bulk.wait"):
         return ("bulk",)
+    if ins.opcode.startswith("wgmma.wait"):
+        return ("wgmma",)
     return ("cp.async",) if ins.opcode.startswith("cp.async.wait") else ()
 
 

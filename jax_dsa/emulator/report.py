@@ -37,7 +37,7 @@ class Race:
     """Two accesses that must be ordered and are not.
 
     Attributes:
-      space: "shared", "tensor" or "global"; where: bytes or columns, in words.
+      space: "shared", "tensor", "global" or "registers" (of wgmma); where: bytes, columns or names.
       cells: the cell numbers; kinds: e.g. ("read", "write"), in the order in which they ran here.
       first, second: the two sites; missing: which edge is missing, in words; count: how often this
       pair was seen.
@@ -64,7 +64,7 @@ class Fault:
     """An error by itself.
 
     kind: "out of bounds", "misaligned", "uninitialised", "tensor memory", "tensor core", "barrier",
-      "warp",
+      "warp", "warpgroup",
     "async at exit".
     """
 

@@ -9,6 +9,7 @@ fewer lanes.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -109,6 +110,7 @@ class Cta:
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.allocators: list[Group] = []
+        self.warpgroups: dict[int, Any] = {}  # by first warp: isa.wgmma.Warpgroup
         threads = int(np.prod(machine.launch.block))
         self.threads = threads
         self.alive = -(-threads // LANES)

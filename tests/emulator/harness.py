@@ -16,7 +16,7 @@ REGISTERS = """
 """
 
 
-def text(body: str, arrays=(), shared: int = 0) -> str:
+def text(body: str, arrays=(), shared: int = 0, target: str = "sm_100a") -> str:
     """PTX of kernel ``test``: one pointer parameter per array, loaded into ``%<name>``; shared
     bytes at ``smem``.
     """
@@ -24,15 +24,17 @@ def text(body: str, arrays=(), shared: int = 0) -> str:
     loads = "".join(f"    .reg .b64 %{n};\n    ld.param.u64 %{n}, [p_{n}];\n" for n in arrays)
     variable = f"    .shared .align 1024 .b8 smem[{shared}];\n" if shared else ""
     return (
-        f"{HEADER}.visible .entry"
+        f"{HEADER.replace('sm_100a', target)}.visible .entry"
         f" test({parameters})\n{{{REGISTERS}{variable}{loads}{body}\n    ret;\n}}\n"
     )
 
 
-def execute(body, arrays=None, shared=0, threads=32, grid=1, outputs=(), **settings):
+def execute(
+    body, arrays=None, shared=0, threads=32, grid=1, outputs=(), target="sm_100a", **settings
+):
     """Runs ``body``; returns (arrays, report)."""
     arrays = arrays or {}
-    program = Program(text(body, arrays, shared))
+    program = Program(text(body, arrays, shared, target))
     launch = Launch("test", (grid, 1, 1), (threads, 1, 1), [Pointer(name) for name in arrays])
     return run(program, launch, arrays, Settings(outputs=frozenset(outputs), **settings))
 

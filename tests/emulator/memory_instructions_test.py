@@ -137,6 +137,30 @@ class AtomicsTest(parameterized.TestCase):
         np.testing.assert_array_equal(arrays["a"].astype(float), [32, 64])
 
 
+class AtomicAccessTest(parameterized.TestCase):
+    """Relaxed loads and stores of two warps without an edge between them."""
+
+    LOAD, PLAIN = "ld.relaxed.gpu.global.b32 %r4, [%a];", "ld.global.b32 %r4, [%a];"
+    STORE, WRITE = "st.relaxed.gpu.global.b32 [%a], %r0;", "st.global.b32 [%a], %r0;"
+
+    @parameterized.parameters(
+        (LOAD, PLAIN, False), (LOAD, LOAD, False), (LOAD, STORE, False), (LOAD, WRITE, True),
+        (STORE, STORE, False), (STORE, PLAIN, True), (STORE, WRITE, True),
+    )  # fmt: skip
+    def test_races_only_with_a_plain_access_where_one_of_them_writes(self, first, second, races):
+        for one, other in ((first, second), (second, first)):
+            body = f"{THREAD} setp.ne.u32 %p0, %r2, 0;\n@%p0 {one}\n@!%p0 {other}"
+            _, report = execute(body, {"a": out(1)}, threads=64)
+            self.assertEqual(
+                bool([r for r in report.races if r.first.line != r.second.line]), races
+            )
+            self.assertFalse(report.faults)
+
+    def test_a_relaxed_store_reads_nothing(self):
+        _, report = execute(f"{THREAD}{self.STORE}", {"a": out(1)}, outputs=("a",))
+        self.assertTrue(report.clean, report)
+
+
 class WarpTest(parameterized.TestCase):
     @parameterized.parameters(
         ("bfly", 4, 31, lanes() ^ 4),

@@ -25,6 +25,7 @@ from jax_dsa.emulator.isa import (  # noqa: F401  (importing a module fills the 
     tensor_copies,
     tensor_core,
     warp,
+    wgmma,
 )
 from jax_dsa.emulator.isa.table import TABLE, find, supported_forms
 

@@ -37,6 +37,11 @@ def addresses(group, lanes: np.ndarray, base: int, offset: int) -> np.ndarray:
     return values.astype(np.int64) + offset
 
 
+def shared_addresses(group, lanes: np.ndarray, base: int, offset: int) -> np.ndarray:
+    """Addresses in shared memory of operands that may be shared or generic addresses."""
+    return addresses(group, lanes, base, offset) & SHARED_WINDOW - 1
+
+
 def window(space: str, address: int) -> tuple[str, int]:
     """(space, base to subtract) of a generic address."""
     if space:

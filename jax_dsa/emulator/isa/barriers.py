@@ -6,7 +6,14 @@ import numpy as np
 
 from jax_dsa.emulator.barriers import Mbarrier
 from jax_dsa.emulator.events import WRITE
-from jax_dsa.emulator.isa.addressing import Place, addresses, distinct, lane_numbers, told, uniform
+from jax_dsa.emulator.isa.addressing import (
+    Place,
+    distinct,
+    lane_numbers,
+    shared_addresses,
+    told,
+    uniform,
+)
 from jax_dsa.emulator.isa.table import effect
 
 SHARED = "{|.shared|.shared::cta}"
@@ -81,7 +88,7 @@ def find(group, address: int, agent, ins) -> Mbarrier | None:
 
 
 def _words(group, active, base: int, offset: int) -> np.ndarray:
-    return addresses(group, lane_numbers(group, active), base, offset)
+    return shared_addresses(group, lane_numbers(group, active), base, offset)
 
 
 @effect(f"mbarrier.init{SHARED}.b64")
@@ -98,6 +105,11 @@ def mbarrier_init(asm, ins, parts):
             group.machine.fault(
                 "misaligned", group, ins, f"mbarrier at shared byte {address}: not a multiple of 8"
             )
+        if cta.shared.locate(address, address + 8) is None:
+            group.machine.fault(
+                "out of bounds", group, ins, f"mbarrier at shared byte {address:#x}"
+            )
+            return
         cta.mbarriers[address] = Mbarrier(
             group.machine, cta, address, uniform(group, active, count)
         )
@@ -207,7 +219,7 @@ def _bind_wait(asm, ins, parts, may_suspend: bool):
 
     def run(group, active):
         lanes = lane_numbers(group, active)
-        words, arguments = addresses(group, lanes, base, offset), group.R[argument][lanes]
+        words, arguments = shared_addresses(group, lanes, base, offset), group.R[argument][lanes]
         results = np.zeros(lanes.size, bool)
         for (address, wanted), members in _pairs(words, arguments):
             barrier = find(group, address, group, ins)

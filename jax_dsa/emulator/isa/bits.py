@@ -133,7 +133,8 @@ def brev(a):
 
 @value("bfe.u32", s="u32 u32 u32")
 def bfe(a, start, length):
-    """Bit field, zero extended (9.7.1.19)."""
+    """Bit field, zero extended; start and length modulo 256 (9.7.1.19)."""
+    start, length = start & np.uint32(255), length & np.uint32(255)
     shifted = np.where(start < 32, a >> np.minimum(start, 31), np.uint32(0))
     mask = np.where(
         length < 32, (np.uint32(1) << np.minimum(length, 31)) - np.uint32(1), np.uint32(0xFFFFFFFF)

@@ -28,18 +28,22 @@ def _to_float_form(dst: str, src: str) -> None:
 
 
 def _to_integer_form(dst: str, src: str, rounding: str, fn) -> None:
-    limits = np.iinfo(DTYPES[dst])
+    dtype = np.dtype(DTYPES[dst])
+    limits = np.iinfo(dtype)
+    low, high = float(limits.min), float(limits.max)
+    top = dtype.type(limits.min or limits.max // 2 + 1)
+    unknown = top if "64" in dst + src else dtype.type(0)
 
     def cvt(a):
         whole = fn(np.nan_to_num(a.astype(np.float64), nan=0.0))
-        clipped = np.clip(whole, float(limits.min), float(limits.max))
-        top = np.where(whole >= float(limits.max), limits.max, 0)
-        return np.where(whole >= float(limits.max), top, clipped.astype(DTYPES[dst])).astype(
-            DTYPES[dst]
+        inside = np.clip(whole, low, high).astype(dtype)
+        return np.where(np.isnan(a), unknown, np.where(whole >= high, limits.max, inside)).astype(
+            dtype
         )
 
-    cvt.__doc__ = f"{src} to {dst}, {rounding}, clamped; NaN gives 0."
-    value(f"cvt.{rounding}{{|.ftz}}.{dst}.{src}", d=dst, s=src)(cvt)
+    cvt.__doc__ = f"{src} to {dst}, {rounding}, clamped; NaN gives {unknown}."
+    ftz = "{|.ftz}" if src == "f32" else ""
+    value(f"cvt.{rounding}{ftz}.{dst}.{src}", d=dst, s=src)(cvt)
 
 
 for _dst in _INTS:

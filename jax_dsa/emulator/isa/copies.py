@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import READ, WRITE
-from jax_dsa.emulator.isa.addressing import addresses, distinct, lane_numbers, places
+from jax_dsa.emulator.isa.addressing import distinct, lane_numbers, places, shared_addresses
 from jax_dsa.emulator.isa.barriers import find
 from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.memory import cells_of_bytes
@@ -128,7 +128,7 @@ def mbarrier_arrive(asm, ins, parts):
 
     def run(group, active):
         tracker = group.warp.tracker(FAMILY)
-        words = addresses(group, lane_numbers(group, active), base, offset)
+        words = shared_addresses(group, lane_numbers(group, active), base, offset)
         barriers = [(find(group, a, group, ins), n) for a, n in distinct(words)]
         if raises:
             for barrier, lanes in barriers:

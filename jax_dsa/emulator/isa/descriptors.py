@@ -16,13 +16,14 @@ _SWIZZLE_BITS = {0: 0, 6: 1, 4: 2, 2: 3}
 
 class SharedDescriptor(NamedTuple):
     """Fields of a 64-bit matrix descriptor, in bytes; ``bits`` is the number of swizzled address
-    bits.
+    bits; ``base`` how many rows of 128 bytes the pattern's start is off its alignment.
     """
 
     start: int
     leading: int
     stride: int
     bits: int
+    base: int = 0
 
     @classmethod
     def decode(cls, word: int) -> SharedDescriptor | None:
@@ -33,6 +34,20 @@ class SharedDescriptor(NamedTuple):
             return None
         start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         return cls(start, leading, stride, _SWIZZLE_BITS[word >> 61])
+
+
+_RESERVED_SM90 = 0x3FF1_C000_C000_C000
+
+
+def warpgroup_descriptor(word: int) -> SharedDescriptor | str:
+    """The descriptor of wgmma (9.7.15.5.1.2.2), or what is wrong with it in words."""
+    if word & _RESERVED_SM90:
+        return f"reserved bits {word & _RESERVED_SM90:#x} are set"
+    start, leading, stride = ((word >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+    bits, base = {0: 0, 1: 3, 2: 2, 3: 1}[word >> 62], word >> 49 & 7
+    if base and not bits:
+        return "a base offset without swizzling"
+    return SharedDescriptor(start, leading, stride, bits, base)
 
 
 class InstructionDescriptor(NamedTuple):
@@ -75,7 +90,8 @@ def element_addresses(
         address = (
             row % 8 * 16 + row // 8 * descriptor.stride + k // 8 * descriptor.leading + k % 8 * 2
         )
-    return swizzle(descriptor.start + address, descriptor.bits)
+    shift = descriptor.base << 7
+    return swizzle(descriptor.start + address - shift, descriptor.bits) + shift
 
 
 def operand_bytes(
@@ -88,13 +104,14 @@ def operand_bytes(
             "tensor core", group, ins, f"descriptor {word:#018x} has fields that are not supported"
         )
         return None
-    addresses = element_addresses(descriptor, rows, depth, mn_major)
-    if group.cta.shared.locate(int(addresses.min()), int(addresses.max()) + 2) is None:
-        group.machine.fault(
-            "out of bounds",
-            group,
-            ins,
-            f"operand at shared bytes {addresses.min()}..{addresses.max()}",
-        )
-        return None
-    return addresses
+    return bounded(group, ins, element_addresses(descriptor, rows, depth, mn_major))
+
+
+def bounded(group, ins, addresses: np.ndarray) -> np.ndarray | None:
+    """The addresses, or None after a report when they leave the CTA's shared memory."""
+    low, high = int(addresses.min()), int(addresses.max()) + 2
+    if group.cta.shared.locate(low, high) is not None:
+        return addresses
+    text = f"operand at shared bytes {low}..{high - 2}"
+    group.machine.fault("out of bounds", group, ins, text)
+    return None

@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 
+from jax_dsa.emulator.isa import numerics
 from jax_dsa.emulator.isa.numerics import fma32, narrow_bf16, widen_bf16
 from jax_dsa.emulator.isa.table import value
 
@@ -56,14 +57,14 @@ def abs_(a):
 
 @value("min{|.ftz}.f32", "min.f64")
 def min_(a, *rest):
-    """Smallest of two or three; NaN loses (9.7.3.11)."""
-    return functools.reduce(np.fmin, rest, a)
+    """Smallest of two or three; NaN loses, -0 < +0 (9.7.3.11)."""
+    return functools.reduce(numerics.smaller, rest, a)
 
 
 @value("max{|.ftz}.f32", "max.f64")
 def max_(a, *rest):
-    """Largest of two or three; NaN loses (9.7.3.12)."""
-    return functools.reduce(np.fmax, rest, a)
+    """Largest of two or three; NaN loses, -0 < +0 (9.7.3.12)."""
+    return functools.reduce(numerics.larger, rest, a)
 
 
 @value("rcp{.rn|.approx}{|.ftz}.f32")
@@ -128,23 +129,20 @@ def mul_bf16(a, b):
 
 @value("fma.rn.{bf16|bf16x2}")
 def fma_bf16(a, b, c):
-    """a*b + c rounded to bfloat16 (9.7.4.4): exact in float64 up to 53 bits, then one narrow
-    rounding.
-    """
-    exact = widen_bf16(a).astype(np.float64) * widen_bf16(b) + widen_bf16(c)
-    return narrow_bf16(exact.astype(np.float32))
+    """a*b + c rounded once to bfloat16 (9.7.4.4)."""
+    return numerics.fma_bf16(a, b, c)
 
 
 @value("max.{bf16|bf16x2}")
 def max_bf16(a, b):
     """Larger one (9.7.4.8)."""
-    return narrow_bf16(np.fmax(widen_bf16(a), widen_bf16(b)))
+    return narrow_bf16(numerics.larger(widen_bf16(a), widen_bf16(b)))
 
 
 @value("min.{bf16|bf16x2}")
 def min_bf16(a, b):
     """Smaller one (9.7.4.7)."""
-    return narrow_bf16(np.fmin(widen_bf16(a), widen_bf16(b)))
+    return narrow_bf16(numerics.smaller(widen_bf16(a), widen_bf16(b)))
 
 
 @value("add{|.rn}.f32.bf16", d="f32", s="bf16 f32")

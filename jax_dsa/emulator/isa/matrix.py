@@ -26,12 +26,13 @@ def _fragments(values: np.ndarray, trans: bool) -> np.ndarray:
 def _bind(asm, ins, parts, address, registers):
     base, offset = asm.address(address)
     items = asm.items(registers)
+    space = "shared" if any(p.startswith("shared") for p in parts) else ""
     rows = np.arange(32) < 8 * len(items)
     if len(items) != int(parts[4][1:]):
         asm.refuse(ins, f"{len(items)} registers for {parts[4]}")
 
     def locate(group, active):
-        found = places(group, active & rows, base, offset, 16, "shared", ins)
+        found = places(group, active & rows, base, offset, 16, space, ins)
         return found[0] if found and found[0].offsets.size == rows.sum() else None
 
     return items, locate

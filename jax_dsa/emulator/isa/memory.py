@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from jax_dsa.emulator.barriers import Flag
-from jax_dsa.emulator.events import ATOMIC, READ, WRITE
+from jax_dsa.emulator.events import ATOMIC, ATOMIC_READ, ATOMIC_WRITE, READ, WRITE
 from jax_dsa.emulator.isa.addressing import places, told
-from jax_dsa.emulator.isa.numerics import narrow_bf16, widen_bf16
+from jax_dsa.emulator.isa.numerics import larger, narrow_bf16, smaller, widen_bf16
 from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.ptx.syntax import SIZES
 from jax_dsa.emulator.registers import dtype_of
 
-TYPES = "{b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64}"
+NARROW = "{b8|b16|b32|u8|u16|u32|s8|s16|s32|f32}"
+DOUBLE = "{b64|u64|s64|f64}"
+# one register, vectors of up to 16 bytes, and those of 32 bytes, which exist for global memory only
+ELEMENTS = (f".{NARROW}", f".{DOUBLE}", f".{{v2|v4}}.{NARROW}", f".v2.{DOUBLE}")
+WIDE = (".v8.{b32|u32|s32|f32}", f".v4.{DOUBLE}")
 SPACE = "{|.global|.shared|.shared::cta}"
-VECTOR = "{|.v2|.v4|.v8}"
-ORDER = "{.relaxed|.acquire|.release|.acq_rel}.{cta|cluster|gpu|sys}"
-CACHE = "{|.ca|.cg|.cs|.cv|.lu|.L1::no_allocate|.L1::evict_first|.L1::evict_last|.L1::evict_normal}"
+SCOPE = "{cta|cluster|gpu|sys}"
+CACHE = ".L1::no_allocate|.L1::evict_first|.L1::evict_last|.L1::evict_normal"
 SCOPES = ("cta", "cluster", "gpu", "sys")
 
 
@@ -66,12 +71,17 @@ def _releases(parts) -> bool:
     return "release" in parts or "acq_rel" in parts
 
 
+def _forms(stem: str, space: str = SPACE, wide: str = "{|.global}") -> list[str]:
+    """Templates of a load or store, its vectors of 32 bytes in the ``wide`` spaces."""
+    return [f"{stem}{space}{e}" for e in ELEMENTS] + [f"{stem}{wide}{e}" for e in WIDE]
+
+
 @effect(
-    f"ld{{|.weak|.volatile}}{SPACE}{VECTOR}.{TYPES}",
-    f"ld.param{VECTOR}.{TYPES}",
-    f"ld.global{{|.nc}}{CACHE[:1] + CACHE[2:]}{VECTOR}.{TYPES}",
-    f"ld.global.nc{VECTOR}.{TYPES}",
-    f"ld{{.relaxed|.acquire}}.{{cta|cluster|gpu|sys}}{SPACE}{VECTOR}.{TYPES}",
+    *_forms("ld{|.weak|.volatile}"),
+    *[f"ld.param{e}" for e in ELEMENTS],
+    *_forms(f"ld.global{{.ca|.cg|.cs|.cv|.lu|{CACHE}}}", "", ""),
+    *_forms(f"ld.global.nc{{|.ca|.cg|.cs|{CACHE}}}", "", ""),
+    *_forms(f"ld{{.relaxed|.acquire}}.{SCOPE}"),
 )
 def ld(asm, ins, parts):
     """Load, one or several elements per lane (9.7.9.8, 9.7.9.9)."""
@@ -91,7 +101,7 @@ def ld(asm, ins, parts):
                 if target is not None:
                     group.R[target][place.lanes] = view.take(index + i)
             if place.memory.space != "param":
-                told(group, ins, place, total, ATOMIC if atomic else READ)
+                told(group, ins, place, total, ATOMIC_READ if atomic else READ)
             if atomic:
                 _learn(group, ins, place, parts)
 
@@ -99,9 +109,9 @@ def ld(asm, ins, parts):
 
 
 @effect(
-    f"st{{|.weak|.volatile}}{SPACE}{VECTOR}.{TYPES}",
-    f"st.global{CACHE[:1] + CACHE[2:]}{VECTOR}.{TYPES}",
-    f"st{{.relaxed|.release}}.{{cta|cluster|gpu|sys}}{SPACE}{VECTOR}.{TYPES}",
+    *_forms("st{|.weak|.volatile}"),
+    *_forms(f"st.global{{.wb|.cg|.cs|.wt|{CACHE}}}", "", ""),
+    *_forms(f"st{{.relaxed|.release}}.{SCOPE}"),
 )
 def st(asm, ins, parts):
     """Store, one or several elements per lane (9.7.9.12)."""
@@ -121,7 +131,7 @@ def st(asm, ins, parts):
             view, index = place.memory.views[size].view(dtype), place.offsets // size
             for i, source in enumerate(sources):
                 view[index + i] = group.R[source][place.lanes]
-            told(group, ins, place, total, ATOMIC if atomic else WRITE)
+            told(group, ins, place, total, ATOMIC_WRITE if atomic else WRITE)
 
     return run
 
@@ -130,7 +140,7 @@ def _bf16(fn):
     return lambda a, b: narrow_bf16(fn(widen_bf16(a), widen_bf16(b)))
 
 
-_UPDATE = {
+_UPDATE: dict[str, Callable] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "exch": lambda old, b: b, "inc": lambda old, b: np.where(old >= b, 0,
     old + 1),
@@ -141,9 +151,13 @@ _UPDATE = {
 _ELEMENT = {"bf16x2": "bf16", "f16x2": "f16"}
 
 
+_FLOAT_UPDATE: dict[str, Callable] = {"min": smaller, "max": larger}
+
+
 def update_of(operation: str, type_: str):
     """The function (old, operand, ...) -> new of an atomic on elements of ``type_``."""
-    fn = _UPDATE[operation]
+    is_float = type_.startswith(("f", "bf"))
+    fn = _FLOAT_UPDATE.get(operation, _UPDATE[operation]) if is_float else _UPDATE[operation]
     return _bf16(fn) if type_.startswith("bf16") else fn
 
 
@@ -202,37 +216,42 @@ def apply(view: np.ndarray, index: np.ndarray, fn, operands: list[np.ndarray]) -
     return old
 
 
-_ATOMICS = [
-    f"{stem}{{|.global|.shared|.shared::cta}}.{form}"
-    for stem in ("", ORDER)
-    for form in (
-        "add.{u32|s32|u64|f32|f64}", "add.noftz.{f16|bf16|f16x2|bf16x2}",
-        "{min|max}.{u32|s32|u64|s64}",
-        "{and|or|xor|exch}.{b32|b64}", "{inc|dec}.u32", "add.{v2|v4}.f32",
-        "add.{v2|v4|v8}.{f16|bf16}",
-        "add.noftz.{v2|v4|v8}.{f16|bf16}", "add{|.noftz}.{v2|v4}.{f16x2|bf16x2}",
-    )
-]  # fmt: skip
-_CAS = [f"{stem}{{|.global|.shared|.shared::cta}}.cas.{{b32|b64}}" for stem in ("", ORDER)]
+_SCALAR = (
+    "add.{u32|s32|u64|f32|f64}", "add.noftz.{f16|bf16|f16x2|bf16x2}",
+    "{min|max}.{u32|s32|u64|s64}", "{and|or|xor}.{b32|b64}", "{inc|dec}.u32",
+)  # fmt: skip
+_VECTOR = (
+    "add.{v2|v4}.f32", "{add|min|max}.noftz.{v2|v4|v8}.{f16|bf16}",
+    "{add|min|max}.noftz.{v2|v4}.{f16x2|bf16x2}",
+)  # fmt: skip
 
 
-@effect(*[f"atom{f}" for f in _ATOMICS + _CAS])
+def _atomics(opcode: str, orders: str, scalar: tuple[str, ...]) -> list[str]:
+    """Templates of an atomic: vectors exist in global memory only."""
+    stems = (opcode, f"{opcode}.{{{orders}}}.{SCOPE}")
+    return [f"{s}{{|.global|.shared|.shared::cta}}.{form}" for s in stems for form in scalar] + [
+        f"{s}{{|.global}}.{form}" for s in stems for form in _VECTOR
+    ]
+
+
+@effect(*_atomics("atom", "relaxed|acquire|release|acq_rel", (*_SCALAR, "{exch|cas}.{b32|b64}")))
 def atom(asm, ins, parts):
     """Atomic read-modify-write that returns the old value (9.7.13.7)."""
     return _bind_atomic(asm, ins, parts, has_result=True)
 
 
-@effect(*[f"red{f}" for f in _ATOMICS])
+@effect(*_atomics("red", "relaxed|release", _SCALAR))
 def red(asm, ins, parts):
     """Atomic read-modify-write without a result (9.7.13.8)."""
     return _bind_atomic(asm, ins, parts, has_result=False)
 
 
 @effect(
-    "{prefetch|prefetchu}.tensormap",
+    "prefetch.tensormap",
     "prefetch{|.global}.{L1|L2}",
+    "prefetchu.L1",
     "discard{|.global}.L2",
-    "applypriority.L2",
+    "applypriority{|.global}.L2::evict_normal",
 )
 def prefetch(asm, ins, parts):
     """Hints without a result (9.7.9.17)."""

@@ -54,6 +54,28 @@ def _to_odd(p: np.ndarray, c: np.ndarray, s: np.ndarray) -> np.ndarray:
     return np.where(inexact, bits + toward, bits).view(np.float64)
 
 
+def fma_bf16(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a*b + c on bfloat16 bits, rounded once: to odd in float64 and float32, then to nearest."""
+    p = widen_bf16(a).astype(np.float64) * widen_bf16(b)
+    wide = widen_bf16(c).astype(np.float64)
+    s = _to_odd(p, wide, p + wide)
+    near = s.astype(np.float32)
+    bits = near.view(np.uint32)
+    toward = np.where(np.abs(s) > np.abs(near), 1, -1).astype(np.uint32)
+    inexact = np.isfinite(s) & (near != s) & (bits & 1 == 0)
+    return narrow_bf16(np.where(inexact, bits + toward, bits).view(np.float32))
+
+
+def smaller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The smaller number; NaN loses, -0 is smaller than +0 (PTX ISA 9.7.3.11)."""
+    return np.where(a == b, np.where(np.signbit(a), a, b), np.fmin(a, b))
+
+
+def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger number; NaN loses, +0 is larger than -0 (PTX ISA 9.7.3.12)."""
+    return np.where(a == b, np.where(np.signbit(a), b, a), np.fmax(a, b))
+
+
 def widen_bf16(bits: np.ndarray) -> np.ndarray:
     """bfloat16 bits (uint16) to float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

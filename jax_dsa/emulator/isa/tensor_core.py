@@ -8,7 +8,14 @@ import numpy as np
 
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import READ, WRITE
-from jax_dsa.emulator.isa.addressing import Place, addresses, distinct, lane_numbers, told, uniform
+from jax_dsa.emulator.isa.addressing import (
+    Place,
+    distinct,
+    lane_numbers,
+    shared_addresses,
+    told,
+    uniform,
+)
 from jax_dsa.emulator.isa.barriers import find
 from jax_dsa.emulator.isa.copies import wait_for
 from jax_dsa.emulator.isa.descriptors import operand_bytes
@@ -48,7 +55,7 @@ def alloc(asm, ins, parts):
             return machine.wait(
                 group, f"waits for {columns} free columns of tensor memory", cta.tensor
             )
-        address = int(addresses(group, lane_numbers(group, active), base, offset)[0])
+        address = int(shared_addresses(group, lane_numbers(group, active), base, offset)[0])
         cta.shared.views[4][address >> 2] = start
         told(group, ins, Place(cta.shared, np.array([address]), np.array([0])), 4, WRITE)
 
@@ -161,10 +168,15 @@ class Window:
         return lane, column
 
 
-SHAPES = "{16x64b|16x128b|16x256b|32x32b}.{x1|x2|x4|x8|x16|x32|x64|x128}"
+# at most 128 registers per thread
+SHAPES = [
+    "{16x64b|32x32b}.{x1|x2|x4|x8|x16|x32|x64|x128}",
+    "16x128b.{x1|x2|x4|x8|x16|x32|x64}",
+    "16x256b.{x1|x2|x4|x8|x16|x32}",
+]
 
 
-@effect(f"tcgen05.ld.sync.aligned.{SHAPES}.b32")
+@effect(*[f"tcgen05.ld.sync.aligned.{s}.b32" for s in SHAPES])
 def ld(asm, ins, parts):
     """Tensor memory to registers. The registers are filled at once; the read ends at wait::ld
     (9.7.16.8.1).
@@ -207,7 +219,7 @@ def _start(group, ins, active, kind, family, memory, cells, access: str, effect_
         engines.run(op)
 
 
-@effect(f"tcgen05.st.sync.aligned.{SHAPES}.b32")
+@effect(*[f"tcgen05.st.sync.aligned.{s}.b32" for s in SHAPES])
 def st(asm, ins, parts):
     """Registers to tensor memory; complete at wait::st (9.7.16.8.2)."""
     window = Window(parts[4], int(parts[5][1:]))
@@ -313,7 +325,7 @@ def commit(asm, ins, parts):
 
     def run(group, active):
         tracker = group.warp.tracker(TCGEN05)
-        barriers = distinct(addresses(group, lane_numbers(group, active), base, offset))
+        barriers = distinct(shared_addresses(group, lane_numbers(group, active), base, offset))
         found = [(find(group, address, group, ins), lanes) for address, lanes in barriers]
 
         def carry_out(op):

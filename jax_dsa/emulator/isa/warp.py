@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
+from jax_dsa.emulator.isa import numerics
 from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.ptx.syntax import Negated, Pair
 from jax_dsa.emulator.registers import LANES
@@ -151,6 +154,7 @@ _REDUX = {
     "or": np.bitwise_or,
 }
 _REDUX["xor"] = np.bitwise_xor
+_FLOAT_REDUX = {"min": numerics.smaller, "max": numerics.larger}
 
 
 @effect(
@@ -159,10 +163,10 @@ _REDUX["xor"] = np.bitwise_xor
 def redux(asm, ins, parts):
     """One value from all lanes (9.7.13.12)."""
     d, a = asm.destination(ins.operands[0], parts[3]), asm.source(ins.operands[1], parts[3])
-    fn = _REDUX[parts[2]]
+    fn = (_FLOAT_REDUX if parts[3] == "f32" else _REDUX)[parts[2]]
 
     def run(group, active):
-        group.R[d][active] = fn.reduce(group.R[a][active])
+        group.R[d][active] = functools.reduce(fn, group.R[a][active])
 
     return run
 

@@ -9,6 +9,7 @@ from jax_dsa.emulator.observers.faults import Faults
 from jax_dsa.emulator.observers.races import Races
 from jax_dsa.emulator.observers.registers import RegisterUse
 from jax_dsa.emulator.observers.timeline import Timeline
+from jax_dsa.emulator.observers.warpgroup import WarpgroupRegisters
 
 NAMES = ("races", "registers", "coverage", "timeline")
 
@@ -23,6 +24,7 @@ def make_observers(settings) -> list:
     found: list = [Faults()]
     if "races" in names:
         found += [Races(settings.lints), BarrierUse(settings.lints)]
+        found.append(WarpgroupRegisters(settings.lints))
     if "registers" in names:
         found.append(RegisterUse(settings.lints))
     if "coverage" in names:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_dsa.emulator.engines import Op
-from jax_dsa.emulator.events import ATOMIC, READ, WRITE, Observer
+from jax_dsa.emulator.events import ATOMIC, ATOMIC_READ, ATOMIC_WRITE, READ, WRITE, Observer
 from jax_dsa.emulator.observers import clocks
 from jax_dsa.emulator.observers.clocks import (
     AFTER,
@@ -25,8 +25,17 @@ from jax_dsa.emulator.observers.shadow import Conflict, Shadow, as_array
 from jax_dsa.emulator.observers.words import missing_edge
 from jax_dsa.emulator.report import Fault, Race, Report, Site
 
-_WAITED = {"cp.async", "bulk", "tcgen05.ld", "tcgen05.st"}  # families that complete in issue order
+_WAITED = {
+    "cp.async",
+    "bulk",
+    "tcgen05.ld",
+    "tcgen05.st",
+    "wgmma",
+}  # families that complete in issue order
 _TENSOR_OPS = {"mma", "cp", "ld", "st"}
+_CHECKS = {
+    READ: "read", WRITE: "write", ATOMIC: "update", ATOMIC_READ: "load", ATOMIC_WRITE: "update",
+}  # fmt: skip
 _PROXY_ROW = {"shared": SHARED, "global": GLOBAL, "tensor": ORDER}
 
 
@@ -253,12 +262,11 @@ class Races(Observer):
             tick = self.components.tick(component, agent, ins)
             clock.set(component, tick)
         known = self.components.view(clock, row)
-        if kind != WRITE:
+        if kind not in (WRITE, ATOMIC_WRITE):
             self._unwritten(agent, ins, memory, shadow, cells)
         if self.want_lints and memory.space == "tensor":
             self._strict(agent, ins, cells, kind, clock, shadow)
-        check = {READ: shadow.read, WRITE: shadow.write, ATOMIC: shadow.update}[kind]
-        for conflict in check(cells, component, tick, known):
+        for conflict in getattr(shadow, _CHECKS[kind])(cells, component, tick, known):
             self._report(agent, ins, memory, conflict, kind, row)
         if ins.opcode.startswith("mbarrier.init"):
             self.inits[agent.cta, int(as_array(cells)[0]) * 2] = (component, tick)

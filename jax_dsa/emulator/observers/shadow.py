@@ -75,6 +75,7 @@ class Shadow:
         self.cells = cells
         self.readers: Table | None = None
         self.updaters: Table | None = None
+        self.loaders: Table | None = None
 
     def read(self, cells, component: int, tick: int, known: np.ndarray) -> list[Conflict]:
         found = self._writes(cells, known)
@@ -87,12 +88,21 @@ class Shadow:
 
     def write(self, cells, component: int, tick: int, known: np.ndarray) -> list[Conflict]:
         found = self._writes(cells, known)
-        for table, kind in ((self.readers, "read"), (self.updaters, "atomic")):
+        for table, kind in (
+            (self.readers, "read"), (self.updaters, "atomic"), (self.loaders, "atomic read"),
+        ):  # fmt: skip
             if table is not None:
                 found += table.conflicts(cells, known, kind)
         self.component[cells] = component
         self.tick[cells] = tick
         return found
+
+    def load(self, cells, component: int, tick: int, known: np.ndarray) -> list[Conflict]:
+        """An atomic read: ordered with atomics, in no conflict with plain reads."""
+        if self.loaders is None:
+            self.loaders = Table(self.cells)
+        self.loaders.note(component, cells, tick)
+        return self._writes(cells, known)
 
     def update(self, cells, component: int, tick: int, known: np.ndarray) -> list[Conflict]:
         """An atomic: ordered with other atomics, not with plain accesses."""
@@ -126,7 +136,7 @@ class Shadow:
         """A launch ends: everything is ordered before the next one."""
         self.component[self.component > 0] = 0
         self.tick[:] = 0
-        self.readers = self.updaters = None
+        self.readers = self.updaters = self.loaders = None
 
     def _writes(self, cells, known: np.ndarray) -> list[Conflict]:
         components, ticks = self.component[cells], self.tick[cells]

@@ -11,6 +11,7 @@ _COMPLETION = {
     "tcgen05.st": "tcgen05.wait::st",
     "tcgen05": "a tcgen05.commit and a wait on its mbarrier",
     "cp.async": "cp.async.wait_group or cp.async.mbarrier.arrive and a wait",
+    "wgmma": "wgmma.commit_group and wgmma.wait_group",
     "bulk": "a wait on its mbarrier, or cp.async.bulk.wait_group",
 }
 _PROXY = (
@@ -42,7 +43,8 @@ def missing_edge(conflict: Conflict, first, second, clock: Clock, issued, row: i
 
 def _forward(first, second, clock: Clock, issued) -> str:
     if isinstance(first, Op):
-        if clock.get(issued[0]) >= issued[1] > 0:
+        own = first.family != "wgmma" or _name(first) == _name(second)  # only its warp can wait
+        if own and clock.get(issued[0]) >= issued[1] > 0:
             return (
                 f"The first was issued before the second, but may still be running:"
                 f" {_completion(first)} is missing"

@@ -1,0 +1,1 @@
+"""What kernels share: configuration, shared-memory plans, tiles, barriers, products, numbers."""
