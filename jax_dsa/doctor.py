@@ -6,6 +6,7 @@ Exit code 0 when some implementation is usable, 1 when none is.
 """
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 
 import jax_dsa
 from jax_dsa import dispatch, validate
+from jax_dsa.cubins import registry
+from jax_dsa.ffi import driver, library
 
 # Optional packages: distribution -> the extra of jax_dsa that installs it.
 OPTIONAL = {
@@ -30,7 +33,6 @@ OPTIONAL = {
     "flatbuffers": "export",
 }
 REQUIRED = ("jax", "jaxlib", "numpy", "absl-py")
-ABSENT = "absent: this version of jax_dsa has no compiled kernels"
 
 
 def report(heads: int, head_dim: int, topk: int, dtype: str, value_dim: int | None) -> dict:
@@ -44,11 +46,11 @@ def report(heads: int, head_dim: int, topk: int, dtype: str, value_dim: int | No
         value_dim: value columns; None for the default.
 
     Returns:
-        ``packages``, ``optional``, ``devices``, ``bridge``, ``cubins``, ``problem``, ``chosen`` (a
-        name or None) and ``reasons`` (implementation -> why not, or None).
+        ``packages``, ``optional``, ``devices``, ``driver``, ``bridge``, ``cubins``, ``problem``,
+        ``chosen`` (a name or None) and ``reasons`` (implementation -> why not, or None).
     """
     problem, chosen, reasons = _choice(heads, head_dim, topk, dtype, value_dim)
-    devices = _devices()
+    devices, found = _devices(), _driver()
     return {
         "python": platform.python_version(),
         "packages": {"jax_dsa": jax_dsa.__version__} | {name: _version(name) for name in REQUIRED},
@@ -57,8 +59,9 @@ def report(heads: int, head_dim: int, topk: int, dtype: str, value_dim: int | No
             for name, extra in OPTIONAL.items()
         },
         "devices": devices,
-        "bridge": ABSENT,
-        "cubins": ABSENT,
+        "driver": found if isinstance(found, str) else dataclasses.asdict(found),
+        "bridge": _bridge(),
+        "cubins": _cubins(found),
         "problem": problem,
         "chosen": None if isinstance(devices, str) else chosen,
         "reasons": reasons,
@@ -83,9 +86,64 @@ def _devices() -> list[dict[str, Any]] | str:
             "platform": d.platform,
             "kind": d.device_kind,
             "compute_capability": getattr(d, "compute_capability", None),
+            "arch": _arch(getattr(d, "compute_capability", None)),
         }
         for d in devices
     ]
+
+
+def _arch(capability: str | None) -> str | None:
+    """The architecture whose kernels a device runs, or why there is none."""
+    if capability is None:
+        return None
+    try:
+        return registry.architecture(capability)
+    except registry.KernelMissing as error:
+        return str(error)
+
+
+def _driver() -> driver.Driver | str:
+    try:
+        return driver.query()
+    except RuntimeError as error:
+        return f"none: {error}"
+
+
+def _bridge() -> str:
+    try:
+        library.load()
+        return f"{library.path()}, XLA FFI 0.{library.load().jax_dsa_ffi_api_minor()}"
+    except library.BridgeError as error:
+        return f"absent: {error}"
+
+
+def _cubins(found: driver.Driver | str) -> list[dict[str, Any]] | str:
+    """One row for each kernel, of every architecture that is there."""
+    rows = [_cubin(f, found) for arch in registry.archs() for f in _entries(arch)]
+    if rows:
+        return rows
+    return f"absent: no compiled kernels; `{registry.command('ARCH')}` compiles them"
+
+
+def _entries(arch: str):
+    try:
+        return registry.entries(arch, build=False)
+    except registry.KernelMissing:
+        return ()
+
+
+def _cubin(f: registry.Found, found: driver.Driver | str) -> dict[str, Any]:
+    entry = f.entry
+    serves = None if isinstance(found, str) else found.serves(entry.minimum_driver)
+    return {
+        "arch": entry.arch,
+        "op": entry.op,
+        "facts": dict(entry.facts),
+        "bytes": len(f.cubin),
+        "folder": str(f.folder),
+        "minimum_driver": entry.minimum_driver,
+        "driver_serves": serves,
+    }
 
 
 def _choice(heads, head_dim, topk, dtype, value_dim):
@@ -114,8 +172,9 @@ def _print(found: dict) -> None:
     devices = found["devices"]
     for d in [devices] if isinstance(devices, str) else devices:
         print(f"  {d if isinstance(d, str) else _describe(d)}")
+    _print_driver(found["driver"])
     print(f"bridge: {found['bridge']}")
-    print(f"cubins: {found['cubins']}")
+    _print_cubins(found["cubins"])
     print(f"problem: {found['problem']}")
     for name, reason in found["reasons"].items():
         mark = "runs" if name == found["chosen"] else "usable" if reason is None else "no"
@@ -124,9 +183,35 @@ def _print(found: dict) -> None:
         print("nothing usable: no implementation serves this problem, or there is no device")
 
 
+def _print_driver(found: dict | str) -> None:
+    if isinstance(found, str):
+        print(f"driver: {found}")
+    else:
+        devices = ", ".join(found["capabilities"]) or "no devices"
+        release = found["release"] or "of an unknown release"
+        print(
+            f"driver: {release}, serves CUDA {found['cuda']}, compute capability {devices} "
+            f"(asked through {found['source']})"
+        )
+
+
+def _print_cubins(found: list[dict] | str) -> None:
+    if isinstance(found, str):
+        print(f"cubins: {found}")
+        return
+    print("cubins:")
+    for row in found:
+        facts = " ".join(f"{name}={value}" for name, value in row["facts"].items())
+        old = "; the driver is TOO OLD" if row["driver_serves"] is False else ""
+        print(
+            f"  {row['arch']} {row['op']:8} {facts}: {row['bytes']} bytes in {row['folder']}, "
+            f"driver {row['minimum_driver'] or 'any'} or newer{old}"
+        )
+
+
 def _describe(device: dict) -> str:
     capability = device["compute_capability"]
-    suffix = f", compute capability {capability}" if capability else ""
+    suffix = f", compute capability {capability}, {device['arch']}" if capability else ""
     return f"{device['platform']}:{device['id']} {device['kind']}{suffix}"
 
 

@@ -12,6 +12,8 @@ from absl.testing import absltest, parameterized
 
 from jax_dsa import bench, dispatch, doctor
 from jax_dsa.bench import __main__ as bench_command
+from jax_dsa.cubins import manifest, registry
+from jax_dsa.ffi import driver
 
 
 def run(main, *argv: str) -> tuple[int, str]:
@@ -27,8 +29,8 @@ class DoctorTest(parameterized.TestCase):
         self.assertEqual(code, 0)
         self.assertRegex(text, r"jax_dsa \d")
         self.assertIn("cpu:0", text)
-        self.assertRegex(text, r"bridge: absent: .*no compiled kernels")
-        self.assertRegex(text, r"cubins: absent: .*no compiled kernels")
+        self.assertRegex(text, r"bridge: .*libjax_dsa_bridge.so, XLA FFI 0\.\d")
+        self.assertRegex(text, r"driver: (none: .*driver cannot be opened|\d{3}\.)")
         self.assertIn("H=16 D=576 value_dim=512 K=64 bfloat16", text)
         self.assertRegex(text, r"xla +runs")
         self.assertRegex(text, r"cutedsl +no: ")
@@ -45,6 +47,25 @@ class DoctorTest(parameterized.TestCase):
         with mock.patch.object(doctor, "_version", return_value=None):
             _, text = run(doctor.main)
         self.assertIn("optax absent: pip install 'jax_dsa[examples]'", text)
+
+    @parameterized.parameters(("570.26", False), ("525.60.13", True))
+    def test_lists_the_kernels_with_minimum_and_present_driver(self, release: str, old: bool):
+        entry = manifest.Kernel(
+            "k", "sm_90a", "forward", (), (1, 1, 1), facts={"head_dim": 576},
+            minimum_driver="530.30",
+        )  # fmt: skip
+        found = registry.Found(entry, b"12345", pathlib.Path("folder"))
+        present = driver.Driver("12.4", release, ("9.0",), "a test")
+        with (
+            mock.patch.object(registry, "archs", lambda: ("sm_90a",)),
+            mock.patch.object(registry, "entries", lambda arch, build: (found,)),
+            mock.patch.object(registry, "reason", lambda *_: "none of these facts"),
+            mock.patch.object(driver, "query", lambda: present),
+        ):
+            _, text = run(doctor.main)
+        self.assertIn(f"driver: {release}, serves CUDA 12.4, compute capability 9.0", text)
+        self.assertIn("sm_90a forward  head_dim=576: 5 bytes in folder, driver 530.30 or", text)
+        self.assertEqual("TOO OLD" in text, old)
 
     def test_without_a_backend_nothing_is_usable(self):
         failure = RuntimeError("no such platform")
