@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 // Grows whenever a structure or function below changes its meaning.
-#define JAX_DSA_BRIDGE_VERSION 1
+#define JAX_DSA_BRIDGE_VERSION 2
 
 #define JAX_DSA_MAX_RANK 5
 
@@ -58,7 +58,8 @@ typedef struct {
   int32_t major;     // compute capabilities major.minor_low to major.minor_high
   int32_t minor_low;
   int32_t minor_high;
-  int32_t minimum_cuda;  // the driver's CUDA version, e.g. 12080; 0 where none is known
+  int32_t minimum_cuda;        // that the driver must serve, e.g. 12000; 0 where none is known
+  const char* minimum_driver;  // its release, for messages
   const JaxDsaFact* facts;
   int32_t num_facts;
   const JaxDsaParameter* parameters;

@@ -370,6 +370,7 @@ Kernel ParseKernel(const JaxDsaKernel& given) {
   kernel.minor_low = given.minor_low;
   kernel.minor_high = given.minor_high;
   kernel.minimum_cuda = given.minimum_cuda;
+  kernel.minimum_driver = given.minimum_driver;
   kernel.shared_bytes = given.dynamic_shared_bytes;
   kernel.image_hash = given.image_hash;
   try {

@@ -114,6 +114,7 @@ struct Kernel {
   int minor_low = 0;
   int minor_high = 0;
   int minimum_cuda = 0;
+  std::string minimum_driver;
   std::array<Formula, 3> grid;
   std::array<unsigned, 3> block{};
   std::array<unsigned, 3> cluster{};

@@ -42,7 +42,8 @@ void CheckDriverVersion(const Driver& driver, const Ready& ready) {
   const auto text = [](int version) { return Text(version / 1000, ".", version % 1000 / 10); };
   if (present < ready.kernel->minimum_cuda) {
     Fail(ErrorKind::kFailedPrecondition, ready.Who(), ": the driver serves CUDA ", text(present),
-         ", wanted is ", text(ready.kernel->minimum_cuda), " or newer: update the NVIDIA driver");
+         ", wanted is ", text(ready.kernel->minimum_cuda), " or newer: update the NVIDIA driver to ",
+         ready.kernel->minimum_driver, " or newer");
   }
 }
 

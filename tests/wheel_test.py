@@ -101,6 +101,14 @@ class WheelTest(parameterized.TestCase):
             self.assertTrue(row["folder"].startswith(str(self.folder)), row["folder"])
             self.assertRegex(row["minimum_driver"], r"^\d{3}\.")
 
+    def test_the_bridge_takes_every_kernel_of_the_package(self):
+        code = (
+            "from jax_dsa.cubins import registry; from jax_dsa.ffi import library; "
+            "found = [f for arch in registry.archs() for f in registry.entries(arch)]; "
+            "library.install((f.entry, f.cubin) for f in found); print(len(found))"
+        )
+        self.assertEqual(int(self.python_says(code)) > 0, WHEEL != ".")
+
     def test_none_is_exported_with_the_kernels(self):
         """From a CPU, for a GPU: kernels where the package has them, else "xla"."""
         code = (

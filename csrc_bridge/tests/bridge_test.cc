@@ -140,6 +140,7 @@ struct Given {
     kernel.symbol = "kernel";
     kernel.arch = "sm_90a";
     kernel.op = "forward";
+    kernel.minimum_driver = "525.60.13";
     kernel.major = 9;
     kernel.facts = facts;
     kernel.num_facts = 3;

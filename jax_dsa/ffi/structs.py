@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_dsa.cubins import manifest
 
-BRIDGE_VERSION = 1
+BRIDGE_VERSION = 2
 MAX_RANK = 5
 
 
@@ -50,6 +50,7 @@ class Kernel(ctypes.Structure):
         ("minor_low", c_int32),
         ("minor_high", c_int32),
         ("minimum_cuda", c_int32),
+        ("minimum_driver", c_char_p),
         ("facts", ctypes.POINTER(Fact)),
         ("num_facts", c_int32),
         ("parameters", ctypes.POINTER(Parameter)),
@@ -82,10 +83,14 @@ def capabilities(arch: str) -> tuple[int, int, int]:
     return major, minor, minor if found[3] == "a" else 9
 
 
-def cuda_version(minimum: str) -> int:
-    """``cuDriverGetVersion``'s number for a CUDA version "12.8"; 0 where the text names none."""
-    found = re.fullmatch(r"(\d\d)\.(\d)\b.*", minimum)
-    return 1000 * int(found[1]) + 10 * int(found[2]) if found else 0
+def minimum_cuda(tools: str) -> int:
+    """The least ``cuDriverGetVersion`` for code of CUDA tools "12.9": that of their major version.
+
+    0 where the text names no version. Source: "CUDA minor version compatibility", CUDA Toolkit
+    release notes.
+    """
+    found = re.fullmatch(r"(\d+)\.\d+", tools)
+    return 1000 * int(found[1]) if found else 0
 
 
 def kernel(entry: manifest.Kernel, image: bytes) -> Kernel:
@@ -109,7 +114,8 @@ def kernel(entry: manifest.Kernel, image: bytes) -> Kernel:
         major=major,
         minor_low=low,
         minor_high=high,
-        minimum_cuda=cuda_version(entry.minimum_driver),
+        minimum_cuda=minimum_cuda(entry.tools.get("cuda", "")),
+        minimum_driver=_text(entry.minimum_driver or "one of that version"),
         facts=facts,
         num_facts=len(facts),
         parameters=parameters,

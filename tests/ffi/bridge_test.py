@@ -316,6 +316,17 @@ class ErrorTest(BridgeTest):
         driver.failing = {}
         jax.block_until_ready(backward())
 
+    @parameterized.parameters((11080, True), (12000, False), (13000, False))
+    def test_a_driver_that_is_too_old(self, version: int, refused: bool):
+        entry = kernels.entry(tools={"cuda": "12.9"}, minimum_driver="525.60.13")
+        driver = self.driver(entry, version=version)
+        if refused:
+            words = "CUDA 11.8, wanted is 12.0 or newer", "525.60.13", "'forward_bfloat16_576'"
+            self.fails(forward, "FAILED_PRECONDITION", *words)
+            self.assertEqual(driver.names("cuLibraryLoadData"), [])
+        else:
+            jax.block_until_ready(forward())
+
     def test_a_failing_tensor_map(self):
         fields = {
             "tensorDataType": "FLOAT16", "globalAddress": "q", "globalDim": ("D",),
@@ -420,9 +431,9 @@ class InstallTest(BridgeTest):
         with self.assertRaisesRegex(ValueError, "arch: got"):
             structs.capabilities(arch)
 
-    @parameterized.parameters(("12.8", 12080), ("13.0", 13000), ("570.26", 0), ("", 0))
-    def test_minimum_driver(self, text: str, number: int):
-        self.assertEqual(structs.cuda_version(text), number)
+    @parameterized.parameters(("12.9", 12000), ("13.0", 13000), ("12", 0), ("", 0))
+    def test_minimum_cuda(self, tools: str, number: int):
+        self.assertEqual(structs.minimum_cuda(tools), number)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class LoadTest(parameterized.TestCase):
 
     def test_of_another_version(self):
         with mock.patch.object(library.structs, "BRIDGE_VERSION", 77):
-            with self.assertRaisesRegex(library.BridgeError, "version 1, wanted 77.*again"):
+            with self.assertRaisesRegex(library.BridgeError, "version 2, wanted 77.*again"):
                 library.load.__wrapped__()
 
     def test_an_older_jaxlib_is_told_of(self):

@@ -77,12 +77,16 @@ class Driver:
         maps: arguments of the tensor maps encoded.
         failing: function name -> the error it returns.
         capability: compute capability of the device.
+        version: what cuDriverGetVersion answers; None leaves that function out.
         on_launch: called with each Launch.
     """
 
-    def __init__(self, entries: Sequence[manifest.Kernel] = (), capability=(9, 0)):
+    def __init__(
+        self, entries: Sequence[manifest.Kernel] = (), capability=(9, 0), version: int | None = None
+    ):
         self.entries = {entry.symbol: entry for entry in entries}
         self.capability = capability
+        self.version = version
         self.calls: list[tuple[str, Any]] = []
         self.launches: list[Launch] = []
         self.maps: list[dict[str, Any]] = []
@@ -97,7 +101,10 @@ class Driver:
 
     def functions(self) -> dict[str, Any]:
         table = {}
-        for name, arguments in SIGNATURES.items():
+        signatures = dict(SIGNATURES)
+        if self.version is not None:
+            signatures["cuDriverGetVersion"] = (POINTER(c_int),)
+        for name, arguments in signatures.items():
             table[name] = ctypes.CFUNCTYPE(c_int, *arguments)(self._called(name))
         return table
 
@@ -121,6 +128,9 @@ class Driver:
 
     def _cuDeviceGetAttribute(self, value, attribute, device):
         value[0] = self.capability[{75: 0, 76: 1}[attribute]]
+
+    def _cuDriverGetVersion(self, value):
+        value[0] = self.version
 
     def _cuGetErrorName(self, error, text):
         text[0] = ERRORS[error]
