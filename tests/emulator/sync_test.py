@@ -165,6 +165,36 @@ class MbarrierTest(PairTest):
         )
         self.assertLen(report.races, 0 if ordered else 1)
 
+    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
+    def test_two_bulk_loads_then_reads_require_both_waits(self, ordered, schedule):
+        """Loads complete in any order: the second barrier says nothing about the first load."""
+        load = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
+        expect = "mbarrier.arrive.expect_tx.shared.b64 _,"
+        body = f"""{WARPS}
+            @!%p0 bra READY;
+            @%p1 mbarrier.init.shared.b64 [%r3], 1;
+            @%p1 mbarrier.init.shared.b64 [%r3+8], 1;
+        READY:
+            bar.sync 0;
+            @!%p0 bra READ;
+            @%p1 {expect} [%r3], 128;
+            @%p1 {load} [%r3+128], [%x], 128, [%r3];
+            @%p1 {expect} [%r3+8], 128;
+            @%p1 {load} [%r3+256], [%x], 128, [%r3+8];
+        READ:
+            {wait_loop("W1", "%r3", "0") if ordered else ""}
+            {wait_loop("W2", "%r3+8", "0")}
+            @%p0 bra END;
+            add.s32 %r4, %r3, %r9;
+            ld.shared.b8 %h5, [%r4+128];
+            ld.shared.b8 %h6, [%r4+256];
+        END:"""
+        arrays = {"x": lanes()}
+        _, report = execute(
+            body, arrays, shared=512, threads=64, schedule=SCHEDULES[schedule], lints=False
+        )
+        self.assertEqual(report.races == (), ordered, str(report))
+
     @parameterized.parameters(*BOTH)
     def test_spurious_failures_require_a_loop(self, looped):
         """try_wait may fail before the phase ends: code that does not look at its result reads too

@@ -20,6 +20,7 @@ from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.registers import dtype_of
 
 FAMILY = "bulk"
+LOAD = "bulk.load"  # loads announce themselves to mbarriers, each alone: they form no groups
 HINT = "{|.L2::cache_hint}"
 
 
@@ -88,7 +89,7 @@ def load(group, ins, lane, target: Place, source: Place, size: int, barrier) -> 
         _tell(op, target, size, WRITE)
         barrier.complete(op, ins, size)
 
-    group.machine.engines.issue(Op("bulk", group, ins, one_lane(lane), carry_out))
+    group.machine.engines.issue(Op("bulk", group, ins, one_lane(lane), carry_out, family=LOAD))
 
 
 def _bind_store(asm, ins, apply, kind: str):

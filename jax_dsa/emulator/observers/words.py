@@ -11,7 +11,8 @@ _COMPLETION = {
     "tcgen05.st": "tcgen05.wait::st",
     "tcgen05": "a tcgen05.commit and a wait on its mbarrier",
     "cp.async": "cp.async.wait_group or cp.async.mbarrier.arrive and a wait",
-    "bulk": "a wait on its mbarrier, or cp.async.bulk.wait_group",
+    "bulk": "cp.async.bulk.wait_group",
+    "bulk.load": "a wait on its mbarrier",
 }
 _PROXY = (
     "A barrier orders them, but the first goes through the generic proxy and the second"
