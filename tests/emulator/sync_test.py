@@ -300,6 +300,33 @@ class CopyTest(PairTest):
             schedule=SCHEDULES[schedule],
         )
 
+    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES), kind=("cp.async", "bulk"))
+    def test_wait_group_requires_the_commit_of_the_group(self, ordered, schedule, kind):
+        """A copy in a group that is still open is not waited for, not even by wait_group 0."""
+        copies = {
+            "cp.async": ("cp.async.ca.shared.global [%r4], [%d1], 4;", "ld.shared.b32 %r5, [%r4];"),
+            "bulk": (
+                "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [%r3], 128;",
+                "st.global.b32 [%d1], 7;",
+            ),
+        }
+        copy, use = copies[kind]
+        stem = "cp.async" if kind == "cp.async" else "cp.async.bulk"
+        body = f"""{WARPS}
+            add.s32 %r4, %r3, %r1;
+            add.s64 %d1, %a, %d0;
+            st.shared.b32 [%r4], %r0;
+            fence.proxy.async;
+            bar.warp.sync 0xffffffff;
+            {copy}
+            {f"{stem}.commit_group;" if ordered else ""}
+            {stem}.wait_group 0;
+            bar.warp.sync 0xffffffff;
+            {use}"""
+        arrays = {"a": lanes()}
+        _, report = execute(body, arrays, shared=4096, schedule=SCHEDULES[schedule], lints=False)
+        self.assertEqual(report.races == (), ordered, str(report))
+
     @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
     def test_two_groups_then_read_of_the_second_requires_wait_for_it(self, ordered, schedule):
         body = f"""{WARPS}

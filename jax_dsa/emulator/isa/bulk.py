@@ -14,7 +14,7 @@ from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import ATOMIC, READ, WRITE
 from jax_dsa.emulator.isa.addressing import Place, places
 from jax_dsa.emulator.isa.barriers import find
-from jax_dsa.emulator.isa.copies import wait_for
+from jax_dsa.emulator.isa.copies import close_group, wait_for
 from jax_dsa.emulator.isa.memory import update_of
 from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.registers import dtype_of
@@ -164,7 +164,7 @@ def bulk_reduce(asm, ins, parts):
 @effect("cp.async.bulk.commit_group")
 def commit_group(asm, ins, parts):
     """Closes each lane's bulk group (9.7.9.25.4.5)."""
-    return lambda group, active: group.warp.tracker(FAMILY).commit(active)
+    return close_group(FAMILY, ins)
 
 
 @effect("cp.async.bulk.wait_group{|.read}")
@@ -177,7 +177,8 @@ def wait_group(asm, ins, parts):
     def run(group, active):
         tracker = group.warp.tracker(FAMILY)
         ops = tracker.before(active, newest)
-        if wait_for(group, ins, "bulk.read" if read else FAMILY, ops, not newest) is not None:
+        everything = not newest and len(ops) == len(tracker.of(active))
+        if wait_for(group, ins, "bulk.read" if read else FAMILY, ops, everything) is not None:
             return "wait"
         if not read:
             tracker.forget(ops)
