@@ -1,0 +1,313 @@
+"""Proofs that a changed ordering element is redundant, computed from the happens-before graph of
+the unchanged program.
+
+A change of one element is a change of the graph: edges disappear, or two neighbours in program
+order swap. What everybody knows is computed anew, and everything that was ordered must still be:
+
+* every two conflicting accesses of the run (62,000 pairs in a backward pass of two tiles);
+* every use of an mbarrier after its initialisation, every operation before the end of its CTA;
+* what keeps barriers in step: arrivals of one phase before those of the next, waits neither before
+  the phase that precedes theirs nor after the one that follows it.
+
+The last point makes the proof one for every schedule: then each wait still meets its own phase.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import graphlib
+
+from jax_dsa.emulator.barriers import Mbarrier, NamedBarrier
+from jax_dsa.emulator.observers.clocks import ORDER
+from jax_dsa.emulator.observers.graph import PROGRAM, Edge, Graph
+from jax_dsa.emulator.ptx.syntax import Instruction
+
+Known = list[list[int]]  # per clock row, per node: the tokens that have happened before
+SHOWN = 2  # ways that a proof spells out in a table
+
+
+@dataclasses.dataclass
+class Change:
+    """What a mutant does to the graph.
+
+    Attributes:
+      edges: new edges of some nodes; hidden: proxy fences that are gone; gone: tokens of arrivals
+        and waits that are gone.
+      seeds: per node and row, what only the element tells it.
+      refusal: why the graph of the unchanged program says nothing about the mutant, or "".
+      idle: words for an element that orders nothing.
+      cut: edges that do not count as the element's work: who comes after both neighbours of a swap.
+    """
+
+    edges: dict[int, list[Edge]] = dataclasses.field(default_factory=dict)
+    hidden: set[int] = dataclasses.field(default_factory=set)
+    gone: int = 0
+    seeds: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    refusal: str = ""
+    idle: str = "nothing that it tells is needed by a conflicting access"
+    cut: dict[int, int] = dataclasses.field(default_factory=dict)
+    swapped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """``pairs``: conflicting pairs that the element ordered; ``ways``: (lines of a remaining path,
+    number of kinds of pairs, an example); ``missing``: what is no longer ordered.
+    """
+
+    pairs: int = 0
+    ways: tuple[tuple[tuple[int, ...], int, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    idle: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.missing
+
+    def __str__(self) -> str:
+        if not self.holds:
+            return f"no proof: {self.missing[0]}" + _more(len(self.missing) - 1)
+        if not self.pairs:
+            return self.idle
+        text = f"{self.pairs} ordered pairs stay ordered: " + "; ".join(self.words(SHOWN))
+        return text + _more(len(self.ways) - SHOWN)
+
+    def words(self, count: int | None = None) -> list[str]:
+        """The remaining paths, those of most pairs first."""
+        return [f"{example}: {_implied(lines)}" for lines, _, example in self.ways[:count]]
+
+
+def _implied(lines: tuple[int, ...]) -> str:
+    if not lines:
+        return "edge implied by program order"
+    return "edge implied by " + " -> ".join(f"line {line}" for line in lines)
+
+
+def _more(count: int) -> str:
+    return f"; and {count} more" if count > 0 else ""
+
+
+class Prover:
+    """Answers for one recorded run.
+
+    Args:
+      graph: of the unchanged program, after its run.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.count = len(graph.nodes)
+        self.edges = [node.edges for node in graph.nodes]
+        own = [[node.own for node in graph.nodes], *([[0] * self.count] * 2)]
+        self.own = {n: [row[n] for row in own] for n in range(self.count) if own[0][n]}
+        self.known = self._spread(self.edges, frozenset(), self.own)
+        self.needing = [n for n, node in enumerate(graph.nodes) if any(node.needs)]
+        self.by: dict[int, list[int]] = collections.defaultdict(list)  # nodes with edges by a pc
+        self.at: dict[int, list[int]] = collections.defaultdict(list)  # nodes of a pc
+        for n, node in enumerate(graph.nodes):
+            for pc in {e.by for e in node.edges}:
+                self.by[pc].append(n)
+            if node.ins is not None:
+                self.at[node.ins.pc].append(n)
+        self.wanted = 0
+        for n in self.needing:
+            for mask in graph.nodes[n].needs:
+                self.wanted |= mask
+        self.of_line: dict[int, int] = collections.defaultdict(int)
+        for token, node in enumerate(graph.tokens):
+            self.of_line[graph.line(node)] |= 1 << token
+        self.barriers = {b: u for b, u in graph.uses.items() if isinstance(b, _BARRIERS)}
+
+    def unordered(self) -> list[tuple[int, int]]:
+        """Lines of the conflicting accesses that the unchanged program leaves unordered."""
+        found = set()
+        for n in self.needing:
+            for row, needs in enumerate(self.graph.nodes[n].needs):
+                for token in _bits(needs & ~self.known[row][n]):
+                    found.add((self.graph.line(self.graph.tokens[token]), self.graph.line(n)))
+        return sorted(found)
+
+    # -- what is known ----------------------------------------------------------------------------
+    def _spread(self, edges, hidden, seeds, base: Known | None = None, order=None) -> Known:
+        """Lets tokens flow along the edges, to the nodes in ``order``; others keep what ``base``
+        says.
+        """
+        known = [list(row) for row in base] if base else [[0] * self.count for _ in range(3)]
+        rows, shared, world = known
+        for n in range(self.count) if order is None else order:
+            o, s, g = seeds.get(n, _NOTHING)
+            for edge in edges[n]:
+                source = edge[0]
+                o |= rows[source]
+                s |= shared[source]
+                g |= world[source]
+            rows[n], shared[n], world[n] = o, s, g
+            if self.graph.nodes[n].shows and n not in hidden:
+                for row in self.graph.nodes[n].shows:
+                    known[row][n] |= o
+        return known
+
+    def prove(self, change: Change) -> Proof:
+        """Checks everything that must be ordered; see the file's docstring."""
+        if change.refusal:
+            return Proof(missing=(change.refusal,))
+        edges = self._with(change.edges)
+        try:
+            order = _sorted(edges) if change.swapped else self._from(change.edges, change.hidden)
+        except graphlib.CycleError:
+            return Proof(missing=("the two wait for each other",))
+        known = self._spread(edges, change.hidden, self.own, self.known, order)
+        missing = self._lost(known, change) + self._out_of_step(known, change)
+        if missing:
+            return Proof(missing=tuple(missing))
+        pairs, ways = self._ways(edges, known, change)
+        return Proof(pairs, ways, idle=change.idle)
+
+    def _from(self, *changed) -> range:
+        """The nodes from the first changed one on."""
+        return range(min((n for some in changed for n in some), default=self.count), self.count)
+
+    def _with(self, changed: dict[int, list[Edge]]) -> list[list[Edge]]:
+        edges = list(self.edges)
+        for n, new in changed.items():
+            edges[n] = new
+        return edges
+
+    def _lost(self, known: Known, change: Change) -> list[str]:
+        found = {}
+        for n in self.needing:
+            for row, needs in enumerate(self.graph.nodes[n].needs):
+                lost = needs & self.known[row][n] & ~known[row][n] & ~change.gone
+                if lost:
+                    words = self._pair(_lowest(lost), n)
+                    found.setdefault(words, f"{words} is no longer ordered")
+        return list(found.values())
+
+    def _pair(self, token: int, node: int) -> str:
+        line = self.graph.line(node)
+        first = self.graph.line(self.graph.tokens[token])
+        return f"line {first} before {f'line {line}' if line else 'exit'}"
+
+    # -- barriers in step -------------------------------------------------------------------------
+    def _out_of_step(self, known: Known, change: Change) -> list[str]:
+        found = []
+        for barrier, uses in self.barriers.items():
+            kept = {
+                phase: [a for a in arrivals if not change.gone >> a[1] & 1]
+                for phase, arrivals in sorted(uses.arrivals.items())
+            }
+            kept = {phase: arrivals for phase, arrivals in kept.items() if arrivals}
+            masks = {p: sum(1 << a[1] for a in arrivals) for p, arrivals in kept.items()}
+            found += self._arrivals(barrier, kept, masks, known)
+            if isinstance(barrier, Mbarrier):
+                waits = [w for w in uses.waits if not change.gone >> w[2] & 1]
+                found += self._waits(barrier, waits, kept, masks, known)
+        return found
+
+    def _arrivals(self, barrier, kept, masks, known: Known) -> list[str]:
+        """Those of one phase come before those of the next."""
+        before, found = 0, []
+        for phase, arrivals in kept.items():
+            for node, _, pc in arrivals:
+                if before & self.known[ORDER][node] & ~known[ORDER][node]:
+                    line = self.line(pc)
+                    found.append(f"line {line} may arrive early for phase {phase} of {barrier}")
+            before = masks[phase]
+        return found
+
+    def _waits(self, barrier, waits, kept, masks, known: Known) -> list[str]:
+        """No wait starts before the phase that precedes its own is over, or after the next one."""
+        found = []
+        for phase, node, token, pc in waits:
+            start = self.edges[node][0].source if self.edges[node] else node
+            if masks.get(phase - 1, 0) & self.known[ORDER][start] & ~known[ORDER][start]:
+                found.append(f"line {self.line(pc)} may wait too early on {barrier}")
+            later = [a[0] for a in kept.get(phase + 1, ())]
+            held = any(self.known[ORDER][n] >> token & 1 for n in later)
+            if held and not any(known[ORDER][n] >> token & 1 for n in later):
+                found.append(f"line {self.line(pc)} may miss phase {phase} of {barrier}")
+        return found
+
+    def line(self, pc: int) -> int:
+        return self.graph.code[pc].line
+
+    # -- remaining paths --------------------------------------------------------------------------
+    def _ways(self, edges, known: Known, change: Change):
+        """(pairs that the element ordered; for each remaining path its lines, how many edges and
+        kinds of pairs take it, an example).
+        """
+        self._found: dict[tuple[int, ...], list] = {}
+        trace = functools.partial(self._trace, edges, known, change.hidden)
+        fresh = {}
+        for n, told in change.seeds.items():
+            told = [mask & self.wanted for mask in told]
+            fresh[n] = [mask & ~known[row][n] for row, mask in enumerate(told)]
+            for row, mask in enumerate(told):  # what is known there all the same
+                trace(n, row, mask & known[row][n], 0)
+        cut = {n: [e for e in self.edges[n] if e.source != s] for n, s in change.cut.items()}
+        original, order = self._with(cut), self._from(change.seeds)
+        carried = self._spread(original, frozenset(), change.seeds, order=order)
+        later = self._spread(original, frozenset(), fresh, order=order)
+        pairs, seen = 0, collections.defaultdict(int)
+        for n in self.needing:
+            line = self.graph.line(n)
+            for row, needs in enumerate(self.graph.nodes[n].needs):
+                kept = needs & self.known[row][n] & ~change.gone
+                pairs += (kept & carried[row][n]).bit_count()
+                seen[line] |= trace(n, row, kept & later[row][n], seen[line])
+        ranked = sorted(self._found.items(), key=lambda item: (-item[1][0], len(item[0])))
+        return pairs, tuple((lines, *found) for lines, found in ranked) if pairs else ()
+
+    def _trace(self, edges, known: Known, hidden, n: int, row: int, tokens: int, seen: int) -> int:
+        """Finds paths to node ``n`` for ``tokens``, one per line that is not in ``seen``; what the
+        end of a path knows takes the same way.
+        """
+        tokens &= ~seen
+        while tokens:
+            token = tokens.bit_length() - 1
+            home = self.graph.tokens[token]
+            lines = self._path(edges, known, hidden, n, row, token)
+            found = self._found.setdefault(lines, [0, self._pair(token, n)])
+            found[0] += 1
+            seen |= self.of_line[self.graph.line(home)]
+            tokens &= ~(seen | known[ORDER][home] | 1 << token)
+        return seen
+
+    def _path(self, edges, known: Known, hidden, n: int, row: int, token: int) -> tuple[int, ...]:
+        """Lines of the elements on a path from where ``token`` is set to node ``n``, in order."""
+        lines: list[int] = []
+        home = self.graph.tokens[token]
+        while not (row == ORDER and n == home):
+            edge = next((e for e in edges[n] if known[row][e.source] >> token & 1), None)
+            if edge is None:  # the proxy fence of this node showed it
+                assert row in self.graph.nodes[n].shows and n not in hidden
+                lines.append(self.graph.line(n))
+                row = ORDER
+                continue
+            if edge.by >= 0:
+                lines.append(self.line(edge.by))
+            n = edge.source
+        lines.reverse()
+        return tuple(line for i, line in enumerate(lines) if i == 0 or lines[i - 1] != line)
+
+
+_BARRIERS = (Mbarrier, NamedBarrier)
+_NOTHING = (0, 0, 0)
+
+
+def _lowest(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1
+
+
+def _bits(mask: int):
+    while mask:
+        token = _lowest(mask)
+        yield token
+        mask &= mask - 1
+
+
+def _sorted(edges: list[list[Edge]]) -> list[int]:
+    before = {n: [e.source for e in some] for n, some in enumerate(edges)}
+    return list(graphlib.TopologicalSorter(before).static_order())
