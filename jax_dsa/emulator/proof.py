@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import graphlib
 
 from jax_dsa.emulator.barriers import Mbarrier, NamedBarrier
 from jax_dsa.emulator.observers.clocks import ORDER
@@ -103,7 +102,13 @@ class Prover:
         own = [[node.own for node in graph.nodes], *([[0] * self.count] * 2)]
         self.own = {n: [row[n] for row in own] for n in range(self.count) if own[0][n]}
         self.known = self._spread(self.edges, frozenset(), self.own)
-        self.needing = [n for n, node in enumerate(graph.nodes) if any(node.needs)]
+        # What must stay known: (node, row, tokens).
+        self.kept = [
+            (n, row, mask & self.known[row][n])
+            for n, node in enumerate(graph.nodes)
+            for row, mask in enumerate(node.needs)
+            if mask & self.known[row][n]
+        ]
         self.by: dict[int, list[int]] = collections.defaultdict(list)  # nodes with edges by a pc
         self.at: dict[int, list[int]] = collections.defaultdict(list)  # nodes of a pc
         for n, node in enumerate(graph.nodes):
@@ -112,9 +117,8 @@ class Prover:
             if node.ins is not None:
                 self.at[node.ins.pc].append(n)
         self.wanted = 0
-        for n in self.needing:
-            for mask in graph.nodes[n].needs:
-                self.wanted |= mask
+        for _, _, mask in self.kept:
+            self.wanted |= mask
         self.of_line: dict[int, int] = collections.defaultdict(int)
         for token, node in enumerate(graph.tokens):
             self.of_line[graph.line(node)] |= 1 << token
@@ -123,8 +127,8 @@ class Prover:
     def unordered(self) -> list[tuple[int, int]]:
         """Lines of the conflicting accesses that the unchanged program leaves unordered."""
         found = set()
-        for n in self.needing:
-            for row, needs in enumerate(self.graph.nodes[n].needs):
+        for n, node in enumerate(self.graph.nodes):
+            for row, needs in enumerate(node.needs):
                 for token in _bits(needs & ~self.known[row][n]):
                     found.add((self.graph.line(self.graph.tokens[token]), self.graph.line(n)))
         return sorted(found)
@@ -154,15 +158,14 @@ class Prover:
         if change.refusal:
             return Proof(missing=(change.refusal,))
         edges = self._with(change.edges)
-        try:
-            order = _sorted(edges) if change.swapped else self._from(change.edges, change.hidden)
-        except graphlib.CycleError:
+        order = _sorted(edges) if change.swapped else self._from(change.edges, change.hidden)
+        if order is None:
             return Proof(missing=("the two wait for each other",))
         known = self._spread(edges, change.hidden, self.own, self.known, order)
         missing = self._lost(known, change) + self._out_of_step(known, change)
         if missing:
             return Proof(missing=tuple(missing))
-        pairs, ways = self._ways(edges, known, change)
+        pairs, ways = self._ways(edges, known, change, order)
         return Proof(pairs, ways, idle=change.idle)
 
     def _from(self, *changed) -> range:
@@ -177,12 +180,11 @@ class Prover:
 
     def _lost(self, known: Known, change: Change) -> list[str]:
         found = {}
-        for n in self.needing:
-            for row, needs in enumerate(self.graph.nodes[n].needs):
-                lost = needs & self.known[row][n] & ~known[row][n] & ~change.gone
-                if lost:
-                    words = self._pair(_lowest(lost), n)
-                    found.setdefault(words, f"{words} is no longer ordered")
+        for n, row, mask in self.kept:
+            lost = mask & ~known[row][n] & ~change.gone
+            if lost:
+                words = self._pair(_lowest(lost), n)
+                found.setdefault(words, f"{words} is no longer ordered")
         return list(found.values())
 
     def _pair(self, token: int, node: int) -> str:
@@ -234,12 +236,13 @@ class Prover:
         return self.graph.code[pc].line
 
     # -- remaining paths --------------------------------------------------------------------------
-    def _ways(self, edges, known: Known, change: Change):
+    def _ways(self, edges, known: Known, change: Change, order):
         """(pairs that the element ordered; for each remaining path its lines, how many edges and
         kinds of pairs take it, an example).
         """
         self._found: dict[tuple[int, ...], list] = {}
-        trace = functools.partial(self._trace, edges, known, change.hidden)
+        anchors = self._anchors(edges, order)
+        trace = functools.partial(self._trace, edges, known, anchors)
         fresh = {}
         for n, told in change.seeds.items():
             told = [mask & self.wanted for mask in told]
@@ -247,20 +250,30 @@ class Prover:
             for row, mask in enumerate(told):  # what is known there all the same
                 trace(n, row, mask & known[row][n], 0)
         cut = {n: [e for e in self.edges[n] if e.source != s] for n, s in change.cut.items()}
-        original, order = self._with(cut), self._from(change.seeds)
-        carried = self._spread(original, frozenset(), change.seeds, order=order)
-        later = self._spread(original, frozenset(), fresh, order=order)
+        original, first = self._with(cut), self._from(change.seeds)
+        carried = self._spread(original, frozenset(), change.seeds, order=first)
+        later = self._spread(original, frozenset(), fresh, order=first)
         pairs, seen = 0, collections.defaultdict(int)
-        for n in self.needing:
-            line = self.graph.line(n)
-            for row, needs in enumerate(self.graph.nodes[n].needs):
-                kept = needs & self.known[row][n] & ~change.gone
-                pairs += (kept & carried[row][n]).bit_count()
-                seen[line] |= trace(n, row, kept & later[row][n], seen[line])
+        for n, row, mask in self.kept:
+            mask &= ~change.gone
+            pairs += (mask & carried[row][n]).bit_count()
+            if mask & later[row][n]:
+                line = self.graph.line(n)
+                seen[line] = trace(n, row, mask & later[row][n], seen[line])
         ranked = sorted(self._found.items(), key=lambda item: (-item[1][0], len(item[0])))
         return pairs, tuple((lines, *found) for lines, found in ranked) if pairs else ()
 
-    def _trace(self, edges, known: Known, hidden, n: int, row: int, tokens: int, seen: int) -> int:
+    def _anchors(self, edges, order) -> list[int]:
+        """For each node the last one before it in the order of the program that learned from others
+        (or let a proxy know).
+        """
+        found, nodes = list(range(self.count)), self.graph.nodes
+        for n in range(self.count) if isinstance(order, range) else order:
+            if len(edges[n]) == 1 and edges[n][0].by == PROGRAM and not nodes[n].shows:
+                found[n] = found[edges[n][0].source]
+        return found
+
+    def _trace(self, edges, known: Known, anchors, n: int, row: int, tokens: int, seen: int) -> int:
         """Finds paths to node ``n`` for ``tokens``, one per line that is not in ``seen``; what the
         end of a path knows takes the same way.
         """
@@ -268,27 +281,31 @@ class Prover:
         while tokens:
             token = tokens.bit_length() - 1
             home = self.graph.tokens[token]
-            lines = self._path(edges, known, hidden, n, row, token)
+            lines = self._path(edges, known, anchors, n, row, token)
             found = self._found.setdefault(lines, [0, self._pair(token, n)])
             found[0] += 1
             seen |= self.of_line[self.graph.line(home)]
             tokens &= ~(seen | known[ORDER][home] | 1 << token)
         return seen
 
-    def _path(self, edges, known: Known, hidden, n: int, row: int, token: int) -> tuple[int, ...]:
+    def _path(self, edges, known: Known, anchors, n: int, row: int, token: int) -> tuple[int, ...]:
         """Lines of the elements on a path from where ``token`` is set to node ``n``, in order."""
         lines: list[int] = []
-        home = self.graph.tokens[token]
-        while not (row == ORDER and n == home):
+        while True:
+            if known[row][anchors[n]] >> token & 1:
+                n = anchors[n]
+            else:  # set on the way from there
+                break
             edge = next((e for e in edges[n] if known[row][e.source] >> token & 1), None)
-            if edge is None:  # the proxy fence of this node showed it
-                assert row in self.graph.nodes[n].shows and n not in hidden
+            if edge is not None:
+                if edge.by >= 0:
+                    lines.append(self.line(edge.by))
+                n = edge.source
+            elif row != ORDER:  # the proxy fence of this node showed it
                 lines.append(self.graph.line(n))
                 row = ORDER
-                continue
-            if edge.by >= 0:
-                lines.append(self.line(edge.by))
-            n = edge.source
+            else:  # set here
+                break
         lines.reverse()
         return tuple(line for i, line in enumerate(lines) if i == 0 or lines[i - 1] != line)
 
@@ -308,6 +325,22 @@ def _bits(mask: int):
         mask &= mask - 1
 
 
-def _sorted(edges: list[list[Edge]]) -> list[int]:
-    before = {n: [e.source for e in some] for n, some in enumerate(edges)}
-    return list(graphlib.TopologicalSorter(before).static_order())
+def _sorted(edges: list[list[Edge]]) -> list[int] | None:
+    """The nodes, each after those that it has edges from; None where they go in a circle."""
+    order, state = [], bytearray(len(edges))  # 0: new, 1: waits for others, 2: placed
+    for root in range(len(edges)):
+        stack = [root]
+        while stack:
+            n = stack[-1]
+            waiting = [e.source for e in edges[n] if state[e.source] != 2]
+            if state[n] == 2 or not waiting:
+                stack.pop()
+                if state[n] != 2:
+                    order.append(n)
+                state[n] = 2
+            elif any(state[source] == 1 for source in waiting):
+                return None
+            else:
+                state[n] = 1
+                stack += waiting
+    return order
