@@ -56,7 +56,7 @@ def move(prover: Prover, ins: Instruction, over: Instruction) -> Change:
     following = _following(prover)
     found = False
     for first in prover.at[ins.pc]:
-        if _predecessor(prover, first, following) == ins.pc:
+        if _predecessor(prover, first) == ins.pc:
             continue
         unit = _unit(prover, first, following)
         behind = next((n for n in following.get(unit[-1], ()) if _pc(prover, n) == over.pc), None)
@@ -67,8 +67,7 @@ def move(prover: Prover, ins: Instruction, over: Instruction) -> Change:
         change.swapped = False
         change.idle = f"it moves over line {over.line}, which does nothing that others could notice"
     if ".commit_group" in ins.opcode:
-        waits = [n for n in prover.at[over.pc]]
-        _drop(prover, change, waits, lambda edge: edge.slack == 1)
+        _drop(prover, change, prover.at[over.pc], lambda edge: edge.slack == 1)
     return change
 
 
@@ -112,9 +111,8 @@ def _without(prover: Prover, change: Change, barrier, uses: Uses, pc: int) -> No
     count = sum(len(some) for some in mine.values())
     change.idle = f"nobody waits for the phase of its {count} arrivals, or for a later one"
     if left:
-        change.refusal = (
-            f"line {prover.line(left[0][3])} waits for phase {left[0][0]} of {barrier}, which cannot end"
-        )
+        line = prover.line(left[0][3])
+        change.refusal = f"line {line} waits for phase {left[0][0]} of {barrier}, which cannot end"
     _retire(change, uses, min(short))
 
 
@@ -150,7 +148,7 @@ def _following(prover: Prover) -> dict[int, list[int]]:
     return found
 
 
-def _predecessor(prover: Prover, n: int, following) -> int:
+def _predecessor(prover: Prover, n: int) -> int:
     edges = prover.edges[n]
     return _pc(prover, edges[0].source) if edges and edges[0].by == PROGRAM else -1
 
@@ -167,7 +165,10 @@ def _unit(prover: Prover, first: int, following) -> list[int]:
 
 def _swap(prover: Prover, change: Change, unit, behind, following) -> None:
     """``behind`` moves in front of ``unit``."""
-    edges = lambda n: change.edges.get(n, prover.edges[n])  # noqa: E731
+
+    def edges(n: int) -> list[Edge]:
+        return change.edges.get(n, prover.edges[n])
+
     before = [e for e in edges(unit[0]) if e.by == PROGRAM]
     change.edges[behind[0]] = [*before, *[e for e in edges(behind[0]) if e.by != PROGRAM]]
     change.edges[unit[0]] = [

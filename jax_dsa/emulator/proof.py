@@ -21,7 +21,6 @@ import functools
 from jax_dsa.emulator.barriers import Mbarrier, NamedBarrier
 from jax_dsa.emulator.observers.clocks import ORDER
 from jax_dsa.emulator.observers.graph import PROGRAM, Edge, Graph
-from jax_dsa.emulator.ptx.syntax import Instruction
 
 Known = list[list[int]]  # per clock row, per node: the tokens that have happened before
 SHOWN = 2  # ways that a proof spells out in a table

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from jax_dsa.emulator import Launch, Pointer, Program, Schedule, Settings, run
+from jax_dsa.emulator.observers.graph import Graph
+from jax_dsa.emulator.proof import Prover
 
 HEADER = ".version 8.8\n.target sm_100a\n.address_size 64\n"
 REGISTERS = """
@@ -30,11 +32,24 @@ def text(body: str, arrays=(), shared: int = 0) -> str:
 
 
 def execute(body, arrays=None, shared=0, threads=32, grid=1, outputs=(), **settings):
-    """Runs ``body``; returns (arrays, report)."""
+    """Runs ``body``; returns (arrays, report). The happens-before graph must agree with the clocks
+    of the race check on every kernel.
+    """
     arrays = arrays or {}
     program = Program(text(body, arrays, shared))
     launch = Launch("test", (grid, 1, 1), (threads, 1, 1), [Pointer(name) for name in arrays])
-    return run(program, launch, arrays, Settings(outputs=frozenset(outputs), **settings))
+    graph, given = Graph(), Settings(outputs=frozenset(outputs), **settings)
+    results, report = run(program, launch, arrays, given, [graph])
+    if given.observers == "all":
+        agree(Prover(graph), report)
+    return results, report
+
+
+def agree(prover: Prover, report) -> None:
+    """Both find races, or neither; every pair of the race check is one of the graph's."""
+    unordered = {pair for pair in prover.unordered() if pair[1]}
+    races = {(race.first.line, race.second.line) for race in report.races}
+    assert races <= unordered and bool(races) == bool(unordered), (races, unordered)
 
 
 def lanes(dtype=np.uint32, count: int = 32) -> np.ndarray:

@@ -18,7 +18,7 @@ from jax_dsa.emulator.events import ATOMIC, READ, WRITE, Observer
 from jax_dsa.emulator.observers.clocks import GLOBAL, ORDER, SHARED
 from jax_dsa.emulator.ptx.syntax import Immediate, Instruction
 
-PROGRAM, ISSUE = -1, -2  # edges that no ordering element makes: program order; issue, completion
+PROGRAM, ISSUE = -1, -2  # edges that no element makes: program order; issue and completion
 _QUEUED = {"cp.async", "bulk", "tcgen05.ld", "tcgen05.st"}
 _AGAINST = {READ: (WRITE, ATOMIC), WRITE: (READ, WRITE, ATOMIC), ATOMIC: (READ, WRITE)}
 _ROW = {"shared": SHARED, "global": GLOBAL, "tensor": ORDER}
@@ -27,9 +27,9 @@ _ROW = {"shared": SHARED, "global": GLOBAL, "tensor": ORDER}
 class Edge(NamedTuple):
     """``source`` comes before the node that holds the edge.
 
-    ``by``: pc of the instruction that makes it, or PROGRAM, ISSUE. For wait_group n: ``slack`` is by
-    how much n could grow (plus one) before it no longer waits for the operation, 0 where it does
-    not matter; ``closed`` are the pcs of the commit_groups in between.
+    ``by``: pc of the instruction that makes it, or PROGRAM, ISSUE. For wait_group n: ``slack`` is
+    what n would have to grow by not to wait for the operation any more, 0 for other waits;
+    ``closed`` are the pcs of the commit_groups in between.
     """
 
     source: int
