@@ -205,8 +205,6 @@ def change_of(prover: Prover, mutant: Mutant) -> Change:
 
 def judge(mutant: Mutant, count: int, report: Report, wrong: str, prover: Prover) -> Outcome:
     """Turns one mutant's run into an outcome; ``wrong`` says which results are wrong, or ""."""
-    if count == 0:
-        return Outcome(mutant, "not executed", "this configuration does not reach it")
     if report.races:
         return Outcome(mutant, "race", _pairs(report))
     if report.deadlocks:
@@ -215,6 +213,8 @@ def judge(mutant: Mutant, count: int, report: Report, wrong: str, prover: Prover
         return Outcome(mutant, "fault", f"{report.faults[0].kind}: {report.faults[0].text}")
     if wrong:
         return Outcome(mutant, "wrong result", wrong)
+    if count == 0:
+        return Outcome(mutant, "not executed", "this configuration does not reach it")
     proof = prover.prove(change_of(prover, mutant))
     return Outcome(mutant, "silent" if proof.holds else "missed", str(proof), proof)
 

@@ -6,13 +6,16 @@ import io
 import os
 import pathlib
 import sys
-import tempfile
 import unittest
+from unittest import mock
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 import jax_dsa.emulator
 from jax_dsa import verify
+from jax_dsa.emulator import controls, mutation
+from jax_dsa.emulator.controls import study
+from jax_dsa.emulator.ptx.syntax import Instruction
 
 PACKAGE = pathlib.Path(jax_dsa.emulator.__file__).parent
 ALLOWED = ("jax_dsa.emulator", "jax_dsa.cubins.manifest", "jax_dsa.cubins", "numpy", "ml_dtypes")
@@ -50,33 +53,80 @@ class ImportsTest(absltest.TestCase):
         self.assertLess(sorted(lengths)[len(lengths) // 2], 12)
 
 
-class VerifyTest(absltest.TestCase):
+class VerifyCase(parameterized.TestCase):
     def run_verify(self, *arguments: str) -> tuple[int, str]:
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = verify.main(list(arguments))
         return code, out.getvalue() + err.getvalue()
 
+
+class VerifyTest(VerifyCase):
     def test_what_cannot_run_says_so(self):
         code, text = self.run_verify("--control", "cudnn-1.27.0", "--op", "forward")
         self.assertEqual(code, 2)
         self.assertIn("--control cudnn-1.32.0", text)
 
-    @unittest.skipUnless(os.environ.get("JAX_DSA_CONTROLS") == "1", "set JAX_DSA_CONTROLS=1")
+    @parameterized.parameters(("silent", 0), ("missed", 1))
+    def test_a_missed_mutant_gives_exit_code_1(self, caught, code):
+        """All else stands in: what counts is the way from an outcome to the exit code."""
+        ins = Instruction("bar.sync", (), None, False, 7, 0, "bar.sync 0")
+        outcome = mutation.Outcome(mutation.Mutant(ins, "delete"), caught, "no proof: because")
+        with contextlib.ExitStack() as stack:
+            for target, name, result in (
+                (controls, "compile_peer", None),
+                (study, "subject_of", None),
+                (study.Study, "_schedule", None),
+                (study.Study, "_delays", None),
+                (study.mutants, "survey", [outcome]),
+            ):
+                stack.enter_context(mock.patch.object(target, name, return_value=result))
+            found, text = self.run_verify("--control", "cudnn-1.27.0", "--mutate")
+        self.assertEqual(found, code, text)
+        self.assertEqual("missed delete: line 7 `bar.sync 0`" in text, bool(code))
+
+
+@unittest.skipUnless(os.environ.get("JAX_DSA_CONTROLS") == "1", "set JAX_DSA_CONTROLS=1")
+class ControlsTest(VerifyCase):
+    """Tier ``controls``: the command from end to end; see controls_test.py."""
+
+    def verify_control(self, *arguments: str) -> tuple[int, str, pathlib.Path]:
+        folder = self.create_tempdir().full_path
+        packages = os.environ.get("JAX_DSA_CONTROLS_DIR", folder)
+        python = os.environ.get("JAX_DSA_CONTROLS_PYTHON", sys.executable)
+        report = pathlib.Path(folder) / "report"
+        where = ("--folder", packages, "--python", python, "--report", str(report))
+        return *self.run_verify(*arguments, "--quick", *where), report
+
     def test_the_published_race_gives_exit_code_1_and_a_report(self):
-        with tempfile.TemporaryDirectory() as folder:
-            packages = os.environ.get("JAX_DSA_CONTROLS_DIR", folder)
-            python = os.environ.get("JAX_DSA_CONTROLS_PYTHON", sys.executable)
-            report = pathlib.Path(folder) / "report"
-            code, text = self.run_verify(
-                *("--control", "cudnn-1.26.0", "--quick", "--folder", packages, "--python", python),
-                *("--report", str(report)),
-            )
-            self.assertEqual(code, 1, text)
-            self.assertIn("20 races", text)
-            self.assertIn("dkv[384:512)", text)
-            self.assertIn("tcgen05.wait::ld is missing", (report / "report.md").read_text())
-            self.assertTrue((report / "timeline.json").stat().st_size > 10_000)
+        code, text, report = self.verify_control("--control", "cudnn-1.26.0")
+        self.assertEqual(code, 1, text)
+        self.assertIn("20 races", text)
+        self.assertIn("dkv[384:512)", text)
+        self.assertIn("tcgen05.wait::ld is missing", (report / "report.md").read_text())
+        self.assertTrue((report / "timeline.json").stat().st_size > 10_000)
+
+    @parameterized.parameters(
+        ("cudnn-1.27.0", "backward", 512),
+        ("cudnn-1.32.0", "backward", 512),
+        ("cudnn-1.32.0", "forward", 576),
+    )
+    def test_a_clean_control_gives_exit_code_0(self, control, op, head_dim):
+        code, text, report = self.verify_control(
+            *("--control", control, "--op", op, "--head-dim", str(head_dim))
+        )
+        self.assertEqual(code, 0, text)
+        self.assertIn("all harmless", text)
+        self.assertIn("## Delays", (report / "report.md").read_text())
+
+    def test_no_mutant_of_a_clean_control_is_missed(self):
+        code, text, report = self.verify_control("--control", "cudnn-1.27.0", "--mutate")
+        self.assertEqual(code, 0, text)
+        self.assertRegex(text, r"mutants \| clean \| 2\d\d mutants: .* race, .* silent")
+        written = (report / "report.md").read_text()
+        self.assertNotIn("| missed |", written)
+        self.assertNotIn("no proof", written)
+        self.assertRegex(written, r"edge implied by line \d+ -> line \d+")
 
 
 if __name__ == "__main__":
