@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from jax_dsa.emulator.barriers import NamedBarrier
 from jax_dsa.emulator.engines import Op
+from jax_dsa.emulator.observers.clocks import ROWS
 from jax_dsa.emulator.observers.graph import PROGRAM, Edge, Uses
 from jax_dsa.emulator.proof import Change, Prover
 from jax_dsa.emulator.ptx.syntax import Instruction
@@ -20,8 +21,8 @@ def delete(prover: Prover, ins: Instruction) -> Change:
     for n in prover.at[ins.pc]:
         if prover.graph.nodes[n].shows:
             change.hidden.add(n)
-            for row in prover.graph.nodes[n].shows:
-                _seed(change, n)[row] |= prover.known[0][n]
+            for row, source in prover.graph.nodes[n].shows:
+                _seed(change, n)[row] |= prover.known[source][n]
     for barrier, uses in prover.barriers.items():
         _without(prover, change, barrier, uses, ins.pc)
     if ins.opcode.startswith("mbarrier.init"):
@@ -73,7 +74,7 @@ def move(prover: Prover, ins: Instruction, over: Instruction) -> Change:
 
 # -- edges ----------------------------------------------------------------------------------------
 def _seed(change: Change, n: int) -> list[int]:
-    return change.seeds.setdefault(n, [0, 0, 0])
+    return change.seeds.setdefault(n, [0] * ROWS)
 
 
 def _drop(prover: Prover, change: Change, nodes: Iterable[int], which: Callable) -> None:
@@ -83,7 +84,7 @@ def _drop(prover: Prover, change: Change, nodes: Iterable[int], which: Callable)
         kept = [e for e in edges if not which(e)]
         for edge in edges:
             if which(edge):
-                for row in range(3):
+                for row in range(ROWS):
                     _seed(change, n)[row] |= prover.known[row][edge.source]
         if len(kept) < len(edges):
             change.edges[n] = kept
@@ -179,6 +180,6 @@ def _swap(prover: Prover, change: Change, unit, behind, following) -> None:
         change.edges[n] = [Edge(unit[-1], PROGRAM), *edges(n)[1:]]
         change.cut[n] = behind[-1]
     source = before[0].source if before else None
-    for row in range(3):
+    for row in range(ROWS):
         known = prover.known[row][source] if source is not None else 0
         _seed(change, behind[0])[row] |= prover.known[row][unit[-1]] & ~known

@@ -62,8 +62,9 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What noticed a mutant: "race", "deadlock", "hang", "fault", "wrong result", "not executed",
-    "silent" (proven redundant) or "missed" (silent, without proof).
+    """What noticed a mutant: "race", "deadlock", "hang", "fault", "wrong result", "lint" (on the
+    tcgen05 fences of a kernel that has them all), "not executed", "silent" (proven redundant) or
+    "missed" (silent, without proof).
     """
 
     mutant: Mutant
@@ -213,6 +214,9 @@ def judge(mutant: Mutant, count: int, report: Report, wrong: str, prover: Prover
         return Outcome(mutant, "fault", f"{report.faults[0].kind}: {report.faults[0].text}")
     if wrong:
         return Outcome(mutant, "wrong result", wrong)
+    fences = [f for f in report.lints if f.kind == "tcgen05 fence"]
+    if fences:
+        return Outcome(mutant, "lint", f"line {fences[0].site.line} is {fences[0].text}")
     if count == 0:
         return Outcome(mutant, "not executed", "this configuration does not reach it")
     proof = prover.prove(change_of(prover, mutant))

@@ -6,6 +6,7 @@ order swap. What everybody knows is computed anew, and everything that was order
 
 * every two conflicting accesses of the run (62,000 pairs in a backward pass of two tiles);
 * every use of an mbarrier after its initialisation, every operation before the end of its CTA;
+* in kernels with tcgen05 fences, what these let through;
 * what keeps barriers in step: arrivals of one phase before those of the next, waits neither before
   the phase that precedes theirs nor after the one that follows it.
 
@@ -19,8 +20,8 @@ import dataclasses
 import functools
 
 from jax_dsa.emulator.barriers import Mbarrier, NamedBarrier
-from jax_dsa.emulator.observers.clocks import ORDER
-from jax_dsa.emulator.observers.graph import PROGRAM, Edge, Graph
+from jax_dsa.emulator.observers.clocks import AFTER, BEFORE, ORDER, ROWS
+from jax_dsa.emulator.observers.graph import ISSUE, PROGRAM, Edge, Graph
 
 Known = list[list[int]]  # per clock row, per node: the tokens that have happened before
 SHOWN = 2  # ways that a proof spells out in a table
@@ -31,7 +32,7 @@ class Change:
     """What a mutant does to the graph.
 
     Attributes:
-      edges: new edges of some nodes; hidden: proxy fences that are gone; gone: tokens of arrivals
+      edges: new edges of some nodes; hidden: fences that are gone; gone: tokens of arrivals
         and waits that are gone.
       seeds: per node and row, what only the element tells it.
       refusal: why the graph of the unchanged program says nothing about the mutant, or "".
@@ -98,8 +99,13 @@ class Prover:
         self.graph = graph
         self.count = len(graph.nodes)
         self.edges = [node.edges for node in graph.nodes]
-        own = [[node.own for node in graph.nodes], *([[0] * self.count] * 2)]
-        self.own = {n: [row[n] for row in own] for n in range(self.count) if own[0][n]}
+        self.own = {n: [x.own] + [0] * (ROWS - 1) for n, x in enumerate(graph.nodes) if x.own}
+        self.shows: list[dict[int, int]] = [{} for _ in range(ROWS)]
+        for n, node in enumerate(graph.nodes):
+            for row, source in node.shows:
+                self.shows[row][n] = source
+        unused = () if self.shows[AFTER] else (BEFORE, AFTER)  # a kernel without tcgen05 fences
+        self.rows = [r for r in range(ROWS) if r == ORDER or (self.shows[r] and r not in unused)]
         self.known = self._spread(self.edges, frozenset(), self.own)
         # What must stay known: (node, row, tokens).
         self.kept = [
@@ -127,7 +133,7 @@ class Prover:
         """Lines of the conflicting accesses that the unchanged program leaves unordered."""
         found = set()
         for n, node in enumerate(self.graph.nodes):
-            for row, needs in enumerate(node.needs):
+            for row, needs in enumerate(node.needs[:AFTER]):
                 for token in _bits(needs & ~self.known[row][n]):
                     found.add((self.graph.line(self.graph.tokens[token]), self.graph.line(n)))
         return sorted(found)
@@ -137,19 +143,18 @@ class Prover:
         """Lets tokens flow along the edges, to the nodes in ``order``; others keep what ``base``
         says.
         """
-        known = [list(row) for row in base] if base else [[0] * self.count for _ in range(3)]
-        rows, shared, world = known
-        for n in range(self.count) if order is None else order:
-            o, s, g = seeds.get(n, _NOTHING)
-            for edge in edges[n]:
-                source = edge[0]
-                o |= rows[source]
-                s |= shared[source]
-                g |= world[source]
-            rows[n], shared[n], world[n] = o, s, g
-            if self.graph.nodes[n].shows and n not in hidden:
-                for row in self.graph.nodes[n].shows:
-                    known[row][n] |= o
+        known = [list(row) for row in base] if base else [[0] * self.count for _ in range(ROWS)]
+        for row in self.rows:
+            mine = known[row]
+            for n in range(self.count) if order is None else order:
+                tokens = seeds[n][row] if n in seeds else 0
+                for edge in edges[n]:
+                    if row != AFTER or edge[1] in _THREAD:
+                        tokens |= mine[edge[0]]
+                source = self.shows[row].get(n)
+                if source is not None and n not in hidden:
+                    tokens |= known[source][n]
+                mine[n] = tokens
         return known
 
     def prove(self, change: Change) -> Proof:
@@ -295,14 +300,15 @@ class Prover:
                 n = anchors[n]
             else:  # set on the way from there
                 break
-            edge = next((e for e in edges[n] if known[row][e.source] >> token & 1), None)
+            ways = [e for e in edges[n] if row != AFTER or e.by in _THREAD]
+            edge = next((e for e in ways if known[row][e.source] >> token & 1), None)
             if edge is not None:
                 if edge.by >= 0:
                     lines.append(self.line(edge.by))
                 n = edge.source
-            elif row != ORDER:  # the proxy fence of this node showed it
+            elif row != ORDER:  # the fence of this node showed it
                 lines.append(self.graph.line(n))
-                row = ORDER
+                row = self.shows[row][n]
             else:  # set here
                 break
         lines.reverse()
@@ -310,7 +316,7 @@ class Prover:
 
 
 _BARRIERS = (Mbarrier, NamedBarrier)
-_NOTHING = (0, 0, 0)
+_THREAD = (PROGRAM, ISSUE)  # edges within a thread: what a tcgen05 fence lets through stays there
 
 
 def _lowest(mask: int) -> int:

@@ -9,31 +9,40 @@ they are nodes and edges that ``proof`` can take away again. What must stay orde
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import ATOMIC, READ, WRITE, Observer
-from jax_dsa.emulator.observers.clocks import GLOBAL, ORDER, SHARED
+from jax_dsa.emulator.observers.clocks import AFTER, BEFORE, GLOBAL, ORDER, ROWS, SHARED
 from jax_dsa.emulator.ptx.syntax import Immediate, Instruction
 
-PROGRAM, ISSUE = -1, -2  # edges that no element makes: program order; issue and completion
+# Edges that no element makes: program order; from an issue to the operation; to its completion.
+PROGRAM, ISSUE, DONE = -1, -2, -3
 _QUEUED = {"cp.async", "bulk", "tcgen05.ld", "tcgen05.st"}
 _AGAINST = {READ: (WRITE, ATOMIC), WRITE: (READ, WRITE, ATOMIC), ATOMIC: (READ, WRITE)}
 _ROW = {"shared": SHARED, "global": GLOBAL, "tensor": ORDER}
+_FENCES = (
+    (SHARED, ORDER, ("proxy.async.shared", "proxy.async.all")),
+    (GLOBAL, ORDER, ("proxy.async.global", "proxy.async.all")),
+    (BEFORE, ORDER, ("tcgen05.before",)),
+    (AFTER, BEFORE, ("tcgen05.after",)),
+)
 
 
 class Edge(NamedTuple):
     """``source`` comes before the node that holds the edge.
 
-    ``by``: pc of the instruction that makes it, or PROGRAM, ISSUE. For wait_group n: ``slack`` is
-    what n would have to grow by not to wait for the operation any more, 0 for other waits;
-    ``closed`` are the pcs of the commit_groups in between.
+    ``by``: pc of the instruction that makes it, or PROGRAM, ISSUE, DONE. For wait_group n:
+    ``slack`` is what n would have to grow by not to wait for the operation any more, 0 for other
+    waits; ``closed`` are the pcs of the commit_groups in between.
     """
 
     source: int
-    by: int = ISSUE
+    by: int = DONE
     slack: int = 0
     closed: tuple[int, ...] = ()
 
@@ -42,16 +51,16 @@ class Edge(NamedTuple):
 class Node:
     """A moment of ``agent`` (a group, an operation, or None) at ``ins``.
 
-    own: tokens that are set here; shows: clock rows that a proxy fence fills here; needs: per row,
-    the tokens that must be known here.
+    own: tokens that are set here; shows: (row, source) of the clock rows that a fence fills here;
+    needs: per row, the tokens that must be known here.
     """
 
     agent: Any
     ins: Instruction | None
     edges: list[Edge]
     own: int = 0
-    shows: tuple[int, ...] = ()
-    needs: list[int] = dataclasses.field(default_factory=lambda: [0, 0, 0])
+    shows: tuple[tuple[int, int], ...] = ()
+    needs: list[int] = dataclasses.field(default_factory=lambda: [0] * ROWS)
 
 
 class Access(NamedTuple):
@@ -127,7 +136,7 @@ class Graph(Observer):
     def _line(self, key: tuple, agent, ins, *edges: Edge) -> int:
         """A node after the last one under ``key``, which it replaces."""
         last = self._last.get(key)
-        by = ins.pc if ins is not None else ISSUE
+        by = ins.pc if ins is not None else DONE
         before = [Edge(last, by)] if last is not None else []
         self._last[key] = self._node(agent, ins, [*before, *edges])
         return self._last[key]
@@ -141,12 +150,14 @@ class Graph(Observer):
 
     # -- asynchronous work ------------------------------------------------------------------------
     def issue(self, op: Op) -> None:
-        start = Edge(self._at(op.group, op.ins))
+        start = Edge(self._at(op.group, op.ins), ISSUE)
         warp = op.group.warp
         if op.kind == "arrive":
             earlier = self._last.get((warp, op.family, "all"))
             before = [Edge(earlier, op.ins.pc)] if earlier is not None else []
             self._start[op] = self._done[op] = self._node(op, op.ins, [start, *before])
+            if op.family == "tcgen05":  # commit includes a fence
+                self.nodes[self._done[op]].shows = ((BEFORE, ORDER),)
         elif op.kind == "mma":
             copies = self._last.get((warp, "cp", "all"))
             before = [Edge(copies, op.ins.pc)] if copies is not None else []
@@ -234,9 +245,9 @@ class Graph(Observer):
         node = self._advance(group, ins, () if seen is None else (Edge(seen, ins.pc),))
         if kind == "memory":
             self._last["fenced", group] = node
-        elif kind.startswith("proxy.async"):
-            spaces = (("shared", SHARED), ("global", GLOBAL))
-            self.nodes[node].shows = tuple(r for name, r in spaces if kind.endswith((name, "all")))
+        self.nodes[node].shows = tuple(
+            (row, source) for row, source, names in _FENCES if kind in names
+        )
 
     def use(self, agent, barrier, ins) -> None:
         """Initialising an mbarrier is a write that every use must come after."""
@@ -312,13 +323,14 @@ def _collect(graph: Graph, accesses: list[Access], needs: dict[int, list[int]]) 
     touching = _overlaps([graph.cells.get(key, key) for key in keys], accesses[0].memory.cells)
     seen = [{READ: 0, WRITE: 0, ATOMIC: 0} for _ in keys]
     mine: dict[Any, int] = {}
+    tensor: dict[Any, int] = {}  # tokens of tensor-memory operations by warp
     for access in accesses:
         mask = 0
         for other in touching[number[access.cells]]:
             for kind in _AGAINST[access.kind]:
                 mask |= seen[other][kind]
         mask &= ~mine.get(access.agent, 0)
-        rows = needs.setdefault(access.node, [0, 0, 0])
+        rows = needs.setdefault(access.node, [0] * ROWS)
         if access.row == ORDER:
             rows[ORDER] |= mask
         else:
@@ -326,6 +338,11 @@ def _collect(graph: Graph, accesses: list[Access], needs: dict[int, list[int]]) 
             rows[ORDER] |= mask & ~graph.generic
         seen[number[access.cells]][access.kind] |= 1 << access.token
         mine[access.agent] = mine.get(access.agent, 0) | 1 << access.token
+        if access.memory.space == "tensor" and isinstance(access.agent, Op):
+            warp = access.agent.group.warp
+            others = [tokens for other, tokens in tensor.items() if other is not warp]
+            rows[AFTER] |= mask & functools.reduce(operator.or_, others, 0)
+            tensor[warp] = tensor.get(warp, 0) | 1 << access.token
 
 
 def _overlaps(sets: list, size: int) -> list[list[int]]:
