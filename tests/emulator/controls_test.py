@@ -19,7 +19,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from jax_dsa.emulator import SCHEDULES, Delay, Schedule, Settings, mutation, run
-from jax_dsa.emulator.controls import Source, compile_peer, delays, mutants, problems, study
+from jax_dsa.emulator.controls import Source, compile_peer, mutants, problems, study
 from jax_dsa.emulator.isa import TABLE
 from jax_dsa.emulator.observers.races import Races
 
@@ -129,21 +129,6 @@ class ControlsTest(parameterized.TestCase):
             i.line for i in s.sites() if i.opcode.startswith("tcgen05.ld") and i.line < reads[0]
         ]
         self.assertEqual(self.wrong_blocks(s, earlier[-1]), [])
-
-    @parameterized.product(head_dim=(576, 512), part=range(4))
-    def test_no_sleep_harms_1_27(self, head_dim, part):
-        """Every load of tensor memory and every drain, held for a while and for as long as it goes;
-        in four parts, for tests that run side by side.
-        """
-        s = subject("1.27.0", head_dim)
-        good, _ = s.execute_main(Settings(observers="none"))
-        limits = {"dq": 8e-3, "dkv": 8e-3}
-        sites = s.sites()
-        self.assertGreater(len(sites), 20)
-        for site in sites[part::4]:
-            for steps in delays.DELAYS:
-                held = delays.hold(s, site, steps, good, limits)
-                self.assertEqual(held.harm, "", str(held))
 
     def test_the_graph_of_1_26_leaves_the_published_pairs_unordered(self):
         s = subject("1.26.0", 576)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from absl.testing import parameterized
 
 from jax_dsa.emulator import Launch, Pointer, Program, Schedule, Settings, run
 from jax_dsa.emulator.observers.graph import Graph
@@ -69,3 +70,35 @@ THREAD = """
     shr.u32 %r2, %r0, 5;
     mul.wide.u32 %d0, %r0, 4;
 """
+BOTH = (True, False)
+ARRIVE = "mbarrier.arrive.shared.b64 _, [%r3];\n"
+WARPS = f"""{THREAD}
+    mov.u32 %r3, smem;
+    setp.eq.u32 %p0, %r2, 0;
+    and.b32 %r9, %r0, 31;
+    setp.eq.u32 %p1, %r9, 0;
+"""
+# Lane 0 of warp 0 initialises the mbarrier at smem for 32 arrivals.
+INIT = "@%p0 bra SETUP; bra READY; SETUP: @%p1 mbarrier.init.shared.b64 [%r3], 32; READY:\n"
+
+
+def wait_loop(name: str, barrier: str, parity: str) -> str:
+    return (
+        f"{name}:\nmbarrier.try_wait.parity.shared.b64 %p7, [{barrier}], {parity};\n@!%p7 bra"
+        f" {name};\n"
+    )
+
+
+class PairTest(parameterized.TestCase):
+    def check(self, ordered: bool, body: str, missing: str = "", space: str = "shared", **settings):
+        """Runs body; silent when ordered, else one race whose sentence holds ``missing``."""
+        arrays = settings.pop("arrays", None)
+        _, report = execute(body, arrays, shared=settings.pop("shared", 4096), **settings)
+        self.assertEqual(report.deadlocks, ())
+        if ordered:
+            self.assertEqual((report.races, report.faults), ((), ()), str(report))
+        else:
+            self.assertNotEmpty(report.races, str(report))
+            self.assertEqual({r.space for r in report.races}, {space})
+            self.assertIn(missing, str(report))
+        return report
