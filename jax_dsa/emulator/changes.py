@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from jax_dsa.emulator.barriers import NamedBarrier
 from jax_dsa.emulator.engines import Op
-from jax_dsa.emulator.observers.clocks import ROWS
+from jax_dsa.emulator.observers.clocks import ORDER, ROWS
 from jax_dsa.emulator.observers.graph import PROGRAM, Edge, Uses
 from jax_dsa.emulator.proof import Change, Prover
 from jax_dsa.emulator.ptx.syntax import Instruction
@@ -25,8 +25,8 @@ def delete(prover: Prover, ins: Instruction) -> Change:
                 _seed(change, n)[row] |= prover.known[source][n]
     for barrier, uses in prover.barriers.items():
         _without(prover, change, barrier, uses, ins.pc)
-    if ins.opcode.startswith("mbarrier.init"):
-        return recount(prover, ins)
+        if ins.opcode.startswith("mbarrier.init") and _concerns(prover, barrier, uses, ins.pc):
+            change.refusal = f"{barrier} is used"
     return change
 
 
@@ -39,15 +39,19 @@ def weaken_group(prover: Prover, ins: Instruction) -> Change:
 
 
 def recount(prover: Prover, ins: Instruction) -> Change:
-    """A barrier counts something else (or was never initialised): nobody may wait on it."""
-    change = Change(idle="nobody waits on its barrier")
+    """A barrier counts something else: nobody may wait for a phase that has to be counted, nor,
+    before it begins, miss that it has not ended.
+    """
+    change = Change(idle="nobody waits for a phase that its barrier counts")
     for barrier, uses in prover.barriers.items():
         if not _concerns(prover, barrier, uses, ins.pc):
             continue
         _retire(change, uses, 0)
-        if uses.waits:
-            line = prover.line(uses.waits[0][3])
-            change.refusal = f"line {line} waits on {barrier}, which counts otherwise"
+        first = [prover.known[ORDER][node] for node, _, _ in uses.arrivals.get(0, ())]
+        for phase, _, token, pc in uses.waits:
+            if phase >= 0 or not all(known >> token & 1 for known in first):
+                text = f"line {prover.line(pc)} waits on {barrier}, which counts otherwise"
+                change.refusal = text
     return change
 
 

@@ -59,7 +59,10 @@ def outcomes(body: str, arrays=None) -> dict[tuple[str, str], list[mutation.Outc
         return report, ", ".join(wrong)
 
     found: dict[tuple[str, str], list[mutation.Outcome]] = {}
-    for outcome in mutation.survey(program.code("test"), execute, Prover(graph)):
+    prover = Prover(graph)
+    for outcome in mutation.survey(program.code("test"), execute, prover):
+        if outcome.caught == "race":  # the run and the graph agree
+            assert not prover.prove(mutation.change_of(prover, outcome.mutant)).holds, outcome
         stem = ".".join(outcome.mutant.ins.opcode.split(".")[:2])
         found.setdefault((stem, outcome.mutant.change), []).append(outcome)
     return found
@@ -155,6 +158,14 @@ class WeakeningTest(parameterized.TestCase):
         self.assertEqual(found["mbarrier.arrive", "weaken"][0].caught, "deadlock")
         self.assertEqual(found["mbarrier.init", "weaken"][0].mutant.value, 2)
         self.assertEqual(found["mbarrier.init", "weaken"][0].caught, "deadlock")
+
+    @parameterized.parameters((1, 2), (2, 1))
+    def test_a_count_that_nobody_waits_for(self, count, value):
+        """The only wait is for the phase before the first one, which is over from the start."""
+        body = roles(wait("W", parity=1) + f"@%p1 {ARRIVE}" * count, "", count)
+        (weak,) = outcomes(body)["mbarrier.init", "weaken"]
+        self.assertEqual((weak.mutant.value, weak.caught), (value, "silent"), weak.detail)
+        self.assertIn("nobody waits for a phase that its barrier counts", weak.detail)
 
     def test_a_silent_mutant_without_proof_is_missed(self):
         """One arrival less is not noticed here, because nothing lies between the three."""

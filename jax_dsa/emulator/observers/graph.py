@@ -138,7 +138,7 @@ class Graph(Observer):
         last = self._last.get(key)
         by = ins.pc if ins is not None else DONE
         before = [Edge(last, by)] if last is not None else []
-        self._last[key] = self._node(agent, ins, [*before, *edges])
+        self._last[key] = self._node(agent, ins, [*edges, *before])
         return self._last[key]
 
     def split(self, parent, child) -> None:
@@ -155,7 +155,9 @@ class Graph(Observer):
         if op.kind == "arrive":
             earlier = self._last.get((warp, op.family, "all"))
             before = [Edge(earlier, op.ins.pc)] if earlier is not None else []
-            self._start[op] = self._done[op] = self._node(op, op.ins, [start, *before])
+            # Two commits of a thread arrive in order: the second one tracks all of the first.
+            node = self._line((warp, op.family, "arrive"), op, op.ins, start, *before)
+            self._start[op] = self._done[op] = node
             if op.family == "tcgen05":  # commit includes a fence
                 self.nodes[self._done[op]].shows = ((BEFORE, ORDER),)
         elif op.kind == "mma":
