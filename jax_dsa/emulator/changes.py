@@ -57,7 +57,8 @@ def recount(prover: Prover, ins: Instruction) -> Change:
 
 def move(prover: Prover, ins: Instruction, over: Instruction) -> Change:
     """The instruction comes after ``over``, which follows it."""
-    change = Change(swapped=True)
+    idle = f"line {over.line}, which it moves over, needs nothing that it tells"
+    change = Change(swapped=True, idle=idle)
     following = _following(prover)
     found = False
     for first in prover.at[ins.pc]:

@@ -145,7 +145,7 @@ class WeakeningTest(parameterized.TestCase):
             everything = next(
                 o for o in found["cp.async", "delete"] if "wait_all" in o.mutant.ins.opcode
             )
-            self.assertIn(f"-> line {everything.mutant.ins.line}", weak.detail)
+            self.assertIn(f"edge implied by line {everything.mutant.ins.line}", weak.detail)
 
     def test_counts(self):
         load = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
@@ -177,16 +177,20 @@ class WeakeningTest(parameterized.TestCase):
 
 
 class MoveTest(absltest.TestCase):
+    def over(self, outcome: mutation.Outcome) -> str:
+        assert outcome.mutant.over is not None
+        return outcome.mutant.over.opcode
+
     def test_over_an_access(self):
         """A wait that comes after the read it guards is noticed, an arrival after a read is not."""
         found = outcomes(roles(WRITE + ARRIVE + READ, "bar.warp.sync 0xffffffff;" + wait("W")))
         (arrive,) = found["mbarrier.arrive", "move"]
-        self.assertStartsWith(arrive.mutant.over.opcode, "ld.shared")
+        self.assertStartsWith(self.over(arrive), "ld.shared")
         self.assertEqual(arrive.caught, "silent")
         body = roles(f"{WRITE}bar.sync 1, 64;\n", f"bar.sync 1, 64;\n{READ}")
         moved = [o for o in outcomes(body)["bar.sync", "move"] if "1, 64" in o.mutant.ins.text]
         self.assertEqual([o.caught for o in moved], ["race"])
-        self.assertStartsWith(moved[0].mutant.over.opcode, "ld.shared")
+        self.assertStartsWith(self.over(moved[0]), "ld.shared")
 
     def test_over_a_wait_that_needs_it(self):
         body = roles("bar.arrive 1, 64;\nbar.sync 2, 64;\n", "bar.sync 1, 64;\nbar.arrive 2, 64;\n")

@@ -136,8 +136,7 @@ class Graph(Observer):
     def _line(self, key: tuple, agent, ins, *edges: Edge) -> int:
         """A node after the last one under ``key``, which it replaces."""
         last = self._last.get(key)
-        by = ins.pc if ins is not None else DONE
-        before = [Edge(last, by)] if last is not None else []
+        before = [Edge(last)] if last is not None else []
         self._last[key] = self._node(agent, ins, [*edges, *before])
         return self._last[key]
 
