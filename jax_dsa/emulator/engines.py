@@ -29,8 +29,8 @@ class Op:
       group, ins: who issued it, with which instruction; ``lanes`` are the issuing lanes.
       chain: pipeline key, or None when unordered.
       tracks: the operations whose completion this one announces (commit, cp.async.mbarrier.arrive).
-      family: what waits speak of: "cp.async", "bulk", "tcgen05", "tcgen05.ld", "tcgen05.st",
-        "wgmma".
+      family: what waits speak of: "cp.async", "bulk", "bulk.load", "tcgen05", "tcgen05.ld",
+        "tcgen05.st", "wgmma".
       effect: carries it out.
     """
 

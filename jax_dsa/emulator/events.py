@@ -53,6 +53,9 @@ class Observer:
         Family "bulk.read" means that their sources have been read.
         """
 
+    def commit(self, group, family: str, ins) -> None:
+        """The group closed its group of copies of this family."""
+
     def fence(self, group, kind: str, ins) -> None:
         """Kinds: proxy.async, tcgen05.before, tcgen05.after, wgmma, memory."""
 
@@ -64,9 +67,6 @@ class Observer:
 
     def synchronise(self, group, ins) -> None:
         """A warp-level synchronisation that orders memory (bar.warp.sync, CTA barriers)."""
-
-    def skip(self, group, ins, active) -> None:
-        """A mutant left this instruction out."""
 
     def block(self, group, why: str) -> None:
         """The group waits."""

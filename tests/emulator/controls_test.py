@@ -19,8 +19,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from jax_dsa.emulator import SCHEDULES, Delay, Schedule, Settings, mutation, run
-from jax_dsa.emulator.controls import Source, compile_peer, problems, study
+from jax_dsa.emulator.controls import Source, compile_peer, mutants, problems, study
 from jax_dsa.emulator.isa import TABLE
+from jax_dsa.emulator.observers.races import Races
 
 ENABLED = os.environ.get("JAX_DSA_CONTROLS") == "1"
 WATCH = ("races", "registers")
@@ -53,8 +54,6 @@ class ControlsTest(parameterized.TestCase):
         release=("1.27.0", "1.32.0"), head_dim=(576, 512), schedule=tuple(SCHEDULES)
     )
     def test_known_good_backward_is_right_and_clean(self, release, head_dim, schedule):
-        if release == "1.32.0" and head_dim == 512:
-            self.skipTest("the generic kernel is studied at 576")
         s = subject(release, head_dim)
         outputs, report = s.execute(Settings(schedule=SCHEDULES[schedule], observers=WATCH))
         self.assertTrue(report.clean, str(report)[:4000])
@@ -131,32 +130,31 @@ class ControlsTest(parameterized.TestCase):
         ]
         self.assertEqual(self.wrong_blocks(s, earlier[-1]), [])
 
-    def test_no_sleep_harms_1_27(self):
-        s = subject("1.27.0", 576)
-        loads = [i.line for i in s.sites() if i.opcode.startswith("tcgen05.ld")]
-        for line in loads[:: len(loads) // 6]:
-            self.assertEqual(self.wrong_blocks(s, line), [], line)
+    def test_the_graph_of_1_26_leaves_the_published_pairs_unordered(self):
+        s = subject("1.26.0", 576)
+        _, report = s.execute(Settings(observers=WATCH))
+        races = {(r.first.line, r.second.line) for r in report.races}
+        self.assertLen(races, 20)
+        self.assertEqual(set(mutants.prover_of(s).unordered()), races)
+        self.assertEqual(mutants.prover_of(subject("1.27.0", 576)).unordered(), [])
 
     def test_removing_named_barrier_10_recreates_the_sixteen_pairs(self):
         s = subject("1.27.0", 576)
-        launch, arrays, settings = s.control.main_alone(s.case, s.inputs)  # pyright: ignore
+        launch, arrays, settings = s.main_alone()
         code = s.control.program.code(launch.kernel)
         mutant = next(
             m
             for m in mutation.mutants(code)
             if m.ins.opcode == "bar.sync" and m.ins.operands[0].value == 10
         )
-
-        def execute(changed, witness):
-            _, report = run(
-                s.control.program, launch, arrays, settings, [witness], {launch.kernel: changed}
-            )
-            self.assertEqual({self.columns(r) for r in report.races}, {(64, 127), (128, 191)})
-            self.assertLen(report.races, 16)
-            return report, ""
-
-        (outcome,) = mutation.survey(code, execute, [mutant])
+        changed, _ = mutation.apply(code, mutant)
+        codes, races = {launch.kernel: changed}, Races(lints=False)
+        _, report = run(s.control.program, launch, arrays, settings, [races], codes)
+        self.assertEqual({self.columns(r) for r in report.races}, {(64, 127), (128, 191)})
+        self.assertLen(report.races, 16)
+        (outcome,) = mutants.survey(s, lambda *_: None, [mutant])
         self.assertEqual(outcome.caught, "race")
+        self.assertStartsWith(outcome.detail, "16 pairs in tensor")
 
     def test_the_table_covers_every_opcode_of_the_controls(self):
         sources = [

@@ -4,38 +4,7 @@ import dataclasses
 
 import numpy as np
 from absl.testing import absltest, parameterized
-from harness import SCHEDULES, THREAD, execute, lanes
-
-BOTH = (True, False)
-ARRIVE = "mbarrier.arrive.shared.b64 _, [%r3];\n"
-WARPS = f"""{THREAD}
-    mov.u32 %r3, smem;
-    setp.eq.u32 %p0, %r2, 0;
-    and.b32 %r9, %r0, 31;
-    setp.eq.u32 %p1, %r9, 0;
-"""
-
-
-def wait_loop(name: str, barrier: str, parity: str) -> str:
-    return (
-        f"{name}:\nmbarrier.try_wait.parity.shared.b64 %p7, [{barrier}], {parity};\n@!%p7 bra"
-        f" {name};\n"
-    )
-
-
-class PairTest(parameterized.TestCase):
-    def check(self, ordered: bool, body: str, missing: str = "", space: str = "shared", **settings):
-        """Runs body; silent when ordered, else one race whose sentence holds ``missing``."""
-        arrays = settings.pop("arrays", None)
-        _, report = execute(body, arrays, shared=settings.pop("shared", 4096), **settings)
-        self.assertEqual(report.deadlocks, ())
-        if ordered:
-            self.assertEqual((report.races, report.faults), ((), ()), str(report))
-        else:
-            self.assertNotEmpty(report.races, str(report))
-            self.assertEqual({r.space for r in report.races}, {space})
-            self.assertIn(missing, str(report))
-        return report
+from harness import ARRIVE, BOTH, INIT, SCHEDULES, WARPS, PairTest, execute, lanes, wait_loop
 
 
 class NamedBarrierTest(PairTest):
@@ -95,11 +64,9 @@ class NamedBarrierTest(PairTest):
 
 
 class MbarrierTest(PairTest):
-    INIT = "@%p0 bra SETUP; bra READY; SETUP: @%p1 mbarrier.init.shared.b64 [%r3], 32; READY:\n"
-
     @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
     def test_write_then_read_requires_arrive_and_wait(self, ordered, schedule):
-        body = f"""{WARPS}{self.INIT}
+        body = f"""{WARPS}{INIT}
             bar.sync 0;
             @%p0 bra WRITE;
             {wait_loop("W", "%r3", "0") if ordered else ""}
@@ -114,7 +81,7 @@ class MbarrierTest(PairTest):
 
     @parameterized.parameters(*BOTH)
     def test_init_then_use_requires_a_barrier(self, ordered):
-        body = f"""{WARPS}{self.INIT}
+        body = f"""{WARPS}{INIT}
             {"bar.sync 0;" if ordered else ""}
             @%p0 bra END;
             mbarrier.arrive.shared.b64 _, [%r3];
@@ -127,7 +94,7 @@ class MbarrierTest(PairTest):
         complete.
         """
         word = 64 if ordered else 68
-        body = f"""{WARPS}{self.INIT}
+        body = f"""{WARPS}{INIT}
             bar.sync 0;
             @%p0 bra WRITE;
             bar.sync 2, 64;
@@ -165,6 +132,36 @@ class MbarrierTest(PairTest):
         )
         self.assertLen(report.races, 0 if ordered else 1)
 
+    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
+    def test_two_bulk_loads_then_reads_require_both_waits(self, ordered, schedule):
+        """Loads complete in any order: the second barrier says nothing about the first load."""
+        load = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
+        expect = "mbarrier.arrive.expect_tx.shared.b64 _,"
+        body = f"""{WARPS}
+            @!%p0 bra READY;
+            @%p1 mbarrier.init.shared.b64 [%r3], 1;
+            @%p1 mbarrier.init.shared.b64 [%r3+8], 1;
+        READY:
+            bar.sync 0;
+            @!%p0 bra READ;
+            @%p1 {expect} [%r3], 128;
+            @%p1 {load} [%r3+128], [%x], 128, [%r3];
+            @%p1 {expect} [%r3+8], 128;
+            @%p1 {load} [%r3+256], [%x], 128, [%r3+8];
+        READ:
+            {wait_loop("W1", "%r3", "0") if ordered else ""}
+            {wait_loop("W2", "%r3+8", "0")}
+            @%p0 bra END;
+            add.s32 %r4, %r3, %r9;
+            ld.shared.b8 %h5, [%r4+128];
+            ld.shared.b8 %h6, [%r4+256];
+        END:"""
+        arrays = {"x": lanes()}
+        _, report = execute(
+            body, arrays, shared=512, threads=64, schedule=SCHEDULES[schedule], lints=False
+        )
+        self.assertEqual(report.races == (), ordered, str(report))
+
     @parameterized.parameters(*BOTH)
     def test_spurious_failures_require_a_loop(self, looped):
         """try_wait may fail before the phase ends: code that does not look at its result reads too
@@ -175,7 +172,7 @@ class MbarrierTest(PairTest):
             if looped
             else "mbarrier.try_wait.parity.shared.b64 %p7, [%r3], 0;"
         )
-        body = f"""{WARPS}{self.INIT}
+        body = f"""{WARPS}{INIT}
             bar.sync 0;
             @%p0 bra WRITE;
             {wait}
@@ -197,7 +194,7 @@ class MbarrierTest(PairTest):
     def test_parity_confusion(self, kept_in_step):
         """The producer runs two phases ahead: to the consumer phase 2 looks like phase 0."""
         step = "bar.sync 2, 64;" if kept_in_step else ""
-        body = f"""{WARPS}{self.INIT}
+        body = f"""{WARPS}{INIT}
             bar.sync 0;
             @%p0 bra PRODUCE;
             mbarrier.try_wait.parity.shared.b64 %p7, [%r3], 1;
@@ -216,7 +213,7 @@ class MbarrierTest(PairTest):
 
     @parameterized.parameters(*BOTH)
     def test_missing_arrival_deadlocks(self, complete):
-        body = f"""{WARPS}{self.INIT}
+        body = f"""{WARPS}{INIT}
             bar.sync 0;
             @%p0 bra ARRIVE;
             {wait_loop("W", "%r3", "0")}
@@ -237,7 +234,7 @@ class MbarrierTest(PairTest):
         self.assertEqual(report.deadlocks == (), complete)
 
     def test_too_many_arrivals_and_shared_ids(self):
-        body = f"""{WARPS}{self.INIT}
+        body = f"""{WARPS}{INIT}
             bar.sync 0;
             mbarrier.arrive.shared.b64 _, [%r3], 2;
             @%p0 bra ONE;
@@ -249,138 +246,6 @@ class MbarrierTest(PairTest):
         _, report = execute(body, shared=64, threads=64)
         self.assertIn("64 arrivals on mbarrier", str(report))
         self.assertIn("two protocols share one barrier id", str(report))
-
-
-class CopyTest(PairTest):
-    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
-    def test_cp_async_then_read_requires_wait_group(self, ordered, schedule):
-        body = f"""{WARPS}
-            add.s32 %r4, %r3, %r1;
-            add.s64 %d1, %a, %d0;
-            cp.async.ca.shared.global [%r4], [%d1], 4;
-            cp.async.commit_group;
-            {"cp.async.wait_group 0;" if ordered else ""}
-            ld.shared.b32 %r5, [%r4];
-            cp.async.wait_all;"""
-        self.check(
-            ordered,
-            body,
-            "cp.async.wait_group",
-            arrays={"a": lanes()},
-            schedule=SCHEDULES[schedule],
-        )
-
-    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
-    def test_two_groups_then_read_of_the_second_requires_wait_for_it(self, ordered, schedule):
-        body = f"""{WARPS}
-            add.s32 %r4, %r3, %r1;
-            add.s64 %d1, %a, %d0;
-            cp.async.ca.shared.global [%r4], [%d1], 4;
-            cp.async.commit_group;
-            cp.async.ca.shared.global [%r4+256], [%d1], 4;
-            cp.async.commit_group;
-            cp.async.wait_group {0 if ordered else 1};
-            ld.shared.b32 %r6, [%r4];
-            ld.shared.b32 %r5, [%r4+256];
-            cp.async.wait_all;"""
-        report = self.check(ordered, body, arrays={"a": lanes()}, schedule=SCHEDULES[schedule])
-        self.assertLen(report.races, 0 if ordered else 1)
-
-    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
-    def test_cp_async_then_read_by_another_warp_requires_the_noinc_arrival(self, ordered, schedule):
-        arrive = (
-            "cp.async.mbarrier.arrive.noinc.shared.b64 [%r3];"
-            if ordered
-            else "mbarrier.arrive.shared.b64 _, [%r3];"
-        )
-        body = f"""{WARPS}{MbarrierTest.INIT}
-            bar.sync 0;
-            @%p0 bra LOAD;
-            {wait_loop("W", "%r3", "0")}
-            ld.shared.b32 %r5, [%r3+64];
-            bra END;
-        LOAD:
-            add.s32 %r4, %r3, %r1;
-            add.s64 %d1, %a, %d0;
-            cp.async.ca.shared.global [%r4+64], [%d1], 4;
-            {arrive}
-            cp.async.wait_all;
-        END:"""
-        settings = {"arrays": {"a": lanes()}, "threads": 64, "schedule": SCHEDULES[schedule]}
-        self.check(ordered, body, "cp.async.mbarrier.arrive", **settings)
-
-    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
-    def test_generic_write_then_bulk_store_requires_the_proxy_fence(self, ordered, schedule):
-        body = f"""{WARPS}
-            add.s32 %r4, %r3, %r1;
-            st.shared.b32 [%r4], %r0;
-            {"fence.proxy.async.shared::cta;" if ordered else ""}
-            bar.sync 0;
-            @%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [%r3], 128;
-            cp.async.bulk.commit_group;
-            cp.async.bulk.wait_group 0;"""
-        self.check(
-            ordered,
-            body,
-            "fence.proxy.async is missing",
-            arrays={"a": lanes()},
-            schedule=SCHEDULES[schedule],
-        )
-
-    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
-    def test_zeroing_of_global_memory_then_bulk_reduction_requires_the_proxy_fence(
-        self, ordered, schedule
-    ):
-        body = f"""{WARPS}
-            add.s64 %d1, %a, %d0;
-            st.global.b32 [%d1], 0;
-            add.s32 %r4, %r3, %r1;
-            st.shared.b32 [%r4], %r0;
-            fence.proxy.async.{"global" if ordered else "shared::cta"};
-            {"fence.proxy.async.shared::cta;" if ordered else ""}
-            bar.sync 0;
-            @%p1 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%a], [%r3], 128;
-            cp.async.bulk.commit_group;
-            cp.async.bulk.wait_group 0;"""
-        settings = {"arrays": {"a": lanes()}, "schedule": SCHEDULES[schedule], "space": "global"}
-        self.check(ordered, body, "fence.proxy.async is missing", **settings)
-
-    @parameterized.product(ordered=BOTH, schedule=list(SCHEDULES))
-    def test_bulk_store_then_reuse_of_its_source_requires_wait_group_read(self, ordered, schedule):
-        body = f"""{WARPS}
-            add.s32 %r4, %r3, %r1;
-            st.shared.b32 [%r4], %r0;
-            fence.proxy.async.shared::cta;
-            bar.sync 0;
-            @%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [%r3], 128;
-            cp.async.bulk.commit_group;
-            {"cp.async.bulk.wait_group.read 0;" if ordered else ""}
-            bar.sync 0;
-            st.shared.b32 [%r4], 0;
-            cp.async.bulk.wait_group 0;"""
-        self.check(
-            ordered,
-            body,
-            "cp.async.bulk.wait_group",
-            arrays={"a": lanes()},
-            schedule=SCHEDULES[schedule],
-        )
-
-    @parameterized.parameters(*BOTH)
-    def test_exit_requires_wait_group(self, ordered):
-        body = f"""{WARPS}
-            add.s32 %r4, %r3, %r1;
-            st.shared.b32 [%r4], %r0;
-            fence.proxy.async.shared::cta;
-            bar.sync 0;
-            @%p1 cp.async.bulk.global.shared::cta.bulk_group [%a], [%r3], 128;
-            cp.async.bulk.commit_group;
-            {"cp.async.bulk.wait_group.read 0;" if ordered else ""}"""
-        arrays, report = execute(
-            body, {"a": np.zeros(32, np.uint32)}, shared=256, schedule=SCHEDULES["lazy"]
-        )
-        self.assertEqual([f.kind for f in report.faults], [] if ordered else ["async at exit"])
-        np.testing.assert_array_equal(arrays["a"], lanes())
 
 
 class GlobalTest(PairTest):

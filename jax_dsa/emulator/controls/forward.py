@@ -44,15 +44,22 @@ class ForwardControl:
         self, case: problems.Case, settings: Settings, inputs: problems.Inputs | None = None
     ) -> Result:
         """Runs the kernel; the case's K is rounded up by the caller to a multiple of 64."""
-        x = inputs or problems.make(case)
+        launch, arrays, alone = self.main_alone(case, inputs or problems.make(case))
+        settings = dataclasses.replace(settings, outputs=settings.outputs | alone.outputs)
+        results, report = run(self.program, launch, arrays, settings)
+        return Result(results["out"], results["lse"], report)
+
+    def main_alone(
+        self, case: problems.Case, x: problems.Inputs
+    ) -> tuple[Launch, dict[str, np.ndarray], Settings]:
+        """The only launch, its arrays, and settings that name those that start unwritten."""
         arrays = {
             "q": x.q, "kv": x.kv, "indices": x.indices, "sink": x.sink, "lengths": x.lengths,
             "out": np.zeros(x.out.shape, problems.BF16), "top": np.zeros(x.lse.shape, np.float32),
             "lse": np.zeros(x.lse.shape, np.float32),
         }  # fmt: skip
-        settings = dataclasses.replace(settings, outputs=settings.outputs | {"out", "top", "lse"})
-        results, report = run(self.program, self.launch(case, x), arrays, settings)
-        return Result(results["out"], results["lse"], report)
+        settings = Settings(observers="none", outputs=frozenset({"out", "top", "lse"}))
+        return self.launch(case, x), arrays, settings
 
     def launch(self, case: problems.Case, x: problems.Inputs) -> Launch:
         sizes = [p.size for p in self.program.module.kernels[self.symbol].parameters]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jax_dsa.emulator import mutation
-from jax_dsa.emulator.controls import problems
+from jax_dsa.emulator.controls import delays, mutants, problems
 from jax_dsa.emulator.controls.backward import BackwardControl
 from jax_dsa.emulator.controls.fetch import Compiled, Source
 from jax_dsa.emulator.controls.forward import ForwardControl
@@ -19,13 +19,9 @@ from jax_dsa.emulator.controls.picture import draw
 from jax_dsa.emulator.launch import Settings
 from jax_dsa.emulator.observers.timeline import chrome_trace
 from jax_dsa.emulator.report import Report
-from jax_dsa.emulator.run import run
-from jax_dsa.emulator.schedule import SCHEDULES, Delay, Schedule
+from jax_dsa.emulator.schedule import SCHEDULES
 
 TOLERANCE = {"out": 4e-3, "dq": 8e-3, "dkv": 8e-3, "d_sink": 8e-3, "lse": 2e-5}
-BLOCK = 128  # columns per number in the table of delays
-DELAYS = (200, None)  # scheduler steps; None: until nobody else can move
-MUTANT_STEPS = 20  # a mutant that takes this many times the steps of the original is stuck
 Progress = Callable[[int, int, str], None]
 
 
@@ -70,6 +66,10 @@ class Subject:
             _, self.prepared, _ = self.control.main_alone(self.case, self.inputs)
         result = self.control.run_main(self.case, self.inputs, settings, self.prepared)
         return {"dq": result.dq, "dkv": result.dkv}, result.report
+
+    def main_alone(self):
+        """The main kernel's launch, and the arrays and settings that it runs with by itself."""
+        return self.control.main_alone(self.case, self.inputs)
 
     def errors(self, outputs: dict[str, np.ndarray]) -> dict[str, float]:
         """Relative L2 per output; lse absolutely."""
@@ -126,6 +126,7 @@ class Study:
         self.rows: list[Row] = []
         self.first: Report | None = None
         self.outcomes: list[mutation.Outcome] = []
+        self.matrix: list[delays.Held] = []
         self.mutate = mutate
 
     @property
@@ -169,66 +170,24 @@ class Study:
 
     def _delays(self) -> None:
         sites = self.subject.sites()[:: 8 if self.quick else 1]
-        tasks = [(site, steps) for site in sites for steps in DELAYS]
-        harmful = []
+        tasks = [(site, steps) for site in sites for steps in delays.DELAYS]
+        limits = {k: 2 * v for k, v in TOLERANCE.items() if k not in ("lse", "d_sink")}
+        good, _ = self.subject.execute_main(Settings(observers="none"))
         for i, (site, steps) in enumerate(tasks):
             self.progress(i, len(tasks), f"delay at line {site.line}")
-            text = self._delay(site, steps)
-            if text:
-                harmful.append(text)
+            self.matrix.append(delays.hold(self.subject, site, steps, good, limits))
         self.progress(len(tasks), len(tasks), "delays")
-        detail = f"{len(sites)} sites x {len(DELAYS)} delays; " + (
-            "; ".join(harmful) or "all harmless"
-        )
+        harmful = [str(held) for held in self.matrix if held.harm]
+        size = f"{len(sites)} sites x {len(delays.DELAYS)} delays; "
+        detail = size + ("; ".join(harmful) or "all harmless")
         self.rows.append(Row("delays", "harmful" if harmful else "clean", detail, not harmful))
 
-    def _delay(self, site, steps: int | None) -> str:
-        """What a delay corrupts, per block of 128 columns, or ""."""
-        schedule = Schedule(delays=(Delay(frozenset({site.line}), steps=steps),))
-        outputs, report = self.subject.execute_main(Settings(schedule=schedule, observers="none"))
-        wrong = []
-        for key, result in outputs.items():
-            wanted = self.subject.reference[key]
-            for start in range(0, wanted.shape[-1], BLOCK):
-                block = np.s_[..., start : start + BLOCK]
-                error = problems.relative(result[block], wanted[block])
-                if error > 2 * TOLERANCE[key] and key != "lse":
-                    wrong.append(
-                        f"{key}[{start}:{min(start + BLOCK, wanted.shape[-1])}) {error:.2f}"
-                    )
-        if report.deadlocks:
-            wrong.append("deadlock")
-        length = f"{steps} steps" if steps else "until nobody else can move"
-        return f"line {site.line} held {length}: {', '.join(wrong)}" if wrong else ""
-
-    # -- mutants
-    # ------------------------------------------------------------------------------------
     def _mutants(self) -> None:
-        control = self.subject.control
-        if not isinstance(control, BackwardControl):
-            return
-        launch, arrays, settings = control.main_alone(self.subject.case, self.subject.inputs)
-        code = control.program.code(launch.kernel)
-        good, report = run(control.program, launch, arrays, settings)
-        limited = dataclasses.replace(settings, step_limit=MUTANT_STEPS * report.steps)
-
-        def execute(changed, witness):
-            results, found = run(
-                control.program, launch, arrays, limited, [witness], {launch.kernel: changed}
-            )
-            return found, _difference(results, good)
-
-        chosen = mutation.mutants(code)
-        for i, outcome in enumerate(mutation.survey(code, execute, chosen)):
-            self.progress(i, len(chosen), str(outcome.mutant))
-            self.outcomes.append(outcome)
-        self.progress(len(chosen), len(chosen), "mutants")
-        self.rows.append(self._score())
-
-    def _score(self) -> Row:
-        kinds = sorted({o.caught for o in self.outcomes})
-        counts = ", ".join(f"{sum(o.caught == k for o in self.outcomes)} {k}" for k in kinds)
-        return Row("mutants", f"{len(self.outcomes)} run", counts, True)
+        """Clean when each one is noticed or proven to be redundant."""
+        self.outcomes = mutants.survey(self.subject, self.progress)
+        missed = [str(o.mutant) for o in self.outcomes if o.missed]
+        detail = mutants.score(self.outcomes) + "".join(f"; missed {text}" for text in missed)
+        self.rows.append(Row("mutants", "MISSED" if missed else "clean", detail, not missed))
 
     # -- output
     # -------------------------------------------------------------------------------------
@@ -251,11 +210,12 @@ class Study:
                 f"{kernel[:60]}: {len(lines)} instructions were never executed: lines"
                 f" {_spans(lines)}"
             )
+        if self.matrix:
+            errors = "Relative L2 error per block of 128 columns.\n\n" + delays.table(self.matrix)
+            parts.append(f"## Delays\n{errors}")
         if self.outcomes:
-            parts.append("## Mutants\n| mutant | caught by | detail |\n|---|---|---|")
-            parts[-1] += "".join(
-                f"\n| {o.mutant} | {o.caught} | {o.detail} |" for o in self.outcomes
-            )
+            parts.append(f"## Mutants\n{mutants.table(self.outcomes)}")
+            parts.append(f"## Proofs\n{mutants.proofs(self.outcomes)}")
         return "\n\n".join(parts) + "\n"
 
     def write(self, folder: pathlib.Path) -> None:
@@ -265,18 +225,6 @@ class Study:
         (folder / "report.md").write_text(self.markdown())
         (folder / "timeline.json").write_text(chrome_trace(self.first.timeline))
         draw(self.first, folder / "timeline.png")
-
-
-def _difference(results, good) -> str:
-    """Which arrays differ: dq bitwise, sums of atomics within rounding."""
-    wrong = []
-    for name, wanted in good.items():
-        same = results[name].tobytes() == wanted.tobytes()
-        if not same and not (
-            wanted.dtype == np.float32 and np.allclose(results[name], wanted, 1e-3, 1e-3)
-        ):
-            wrong.append(name)
-    return f"{', '.join(wrong)} differ" if wrong else ""
 
 
 def _spans(lines) -> str:

@@ -14,12 +14,13 @@ from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import ATOMIC, READ, WRITE
 from jax_dsa.emulator.isa.addressing import Place, places
 from jax_dsa.emulator.isa.barriers import find
-from jax_dsa.emulator.isa.copies import wait_for
+from jax_dsa.emulator.isa.copies import close_group, wait_for
 from jax_dsa.emulator.isa.memory import update_of
 from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.registers import dtype_of
 
 FAMILY = "bulk"
+LOAD = "bulk.load"  # loads announce themselves to mbarriers, each alone: they form no groups
 HINT = "{|.L2::cache_hint}"
 
 
@@ -88,7 +89,7 @@ def load(group, ins, lane, target: Place, source: Place, size: int, barrier) -> 
         _tell(op, target, size, WRITE)
         barrier.complete(op, ins, size)
 
-    group.machine.engines.issue(Op("bulk", group, ins, one_lane(lane), carry_out))
+    group.machine.engines.issue(Op("bulk", group, ins, one_lane(lane), carry_out, family=LOAD))
 
 
 def _bind_store(asm, ins, apply, kind: str):
@@ -163,7 +164,7 @@ def bulk_reduce(asm, ins, parts):
 @effect("cp.async.bulk.commit_group")
 def commit_group(asm, ins, parts):
     """Closes each lane's bulk group (9.7.9.25.4.5)."""
-    return lambda group, active: group.warp.tracker(FAMILY).commit(active)
+    return close_group(FAMILY, ins)
 
 
 @effect("cp.async.bulk.wait_group{|.read}")
@@ -176,7 +177,8 @@ def wait_group(asm, ins, parts):
     def run(group, active):
         tracker = group.warp.tracker(FAMILY)
         ops = tracker.before(active, newest)
-        if wait_for(group, ins, "bulk.read" if read else FAMILY, ops, not newest) is not None:
+        everything = not newest and len(ops) == len(tracker.of(active))
+        if wait_for(group, ins, "bulk.read" if read else FAMILY, ops, everything) is not None:
             return "wait"
         if not read:
             tracker.forget(ops)

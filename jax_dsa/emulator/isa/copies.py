@@ -85,10 +85,21 @@ def _copy(machine, op, targets, sources, limits: np.ndarray, size: int) -> None:
             machine.on.access(op, op.ins, place.memory, cells_of_bytes(place.offsets, size), WRITE)
 
 
+def close_group(family: str, ins):
+    """The effect of commit_group."""
+
+    def run(group, active):
+        group.warp.tracker(family).commit(active)
+        if group.machine.on.commit:
+            group.machine.on.commit(group, family, ins)
+
+    return run
+
+
 @effect("cp.async.commit_group")
 def commit_group(asm, ins, parts):
     """Closes each lane's group (9.7.9.25.2)."""
-    return lambda group, active: group.warp.tracker(FAMILY).commit(active)
+    return close_group(FAMILY, ins)
 
 
 def wait_for(group, ins, family: str, ops: list, everything: bool):
@@ -111,7 +122,8 @@ def wait_group(asm, ins, parts):
     def run(group, active):
         tracker = group.warp.tracker(FAMILY)
         ops = tracker.of(active) if newest is None else tracker.before(active, newest)
-        if wait_for(group, ins, FAMILY, ops, not newest) is not None:
+        everything = not newest and len(ops) == len(tracker.of(active))
+        if wait_for(group, ins, FAMILY, ops, everything) is not None:
             return "wait"
         tracker.forget(ops)
 

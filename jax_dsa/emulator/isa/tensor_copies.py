@@ -10,7 +10,7 @@ from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import ATOMIC, READ, WRITE
 from jax_dsa.emulator.isa.addressing import lane_numbers
 from jax_dsa.emulator.isa.barriers import find
-from jax_dsa.emulator.isa.bulk import issue_store, one_lane
+from jax_dsa.emulator.isa.bulk import LOAD, issue_store, one_lane
 from jax_dsa.emulator.isa.memory import update_of
 from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.memory import Linear
@@ -178,7 +178,7 @@ def _issue_load(group, ins, lane: int, box: Box, barrier) -> None:
             group.machine.on.access(op, ins, shared, box.shared_cells(), WRITE)
         barrier.complete(op, ins, box.bytes)
 
-    group.machine.engines.issue(Op("bulk", group, ins, one_lane(lane), carry_out))
+    group.machine.engines.issue(Op("bulk", group, ins, one_lane(lane), carry_out, family=LOAD))
 
 
 def _bind_store(asm, ins, gather: bool, apply, kind: str):

@@ -281,6 +281,8 @@ def commit_group(asm, ins, parts):
     def run(group, active):
         Warpgroup.of(group).record(group, ins, active)
         group.warp.tracker(FAMILY).commit(active)
+        if group.machine.on.commit:
+            group.machine.on.commit(group, FAMILY, ins)
 
     return run
 

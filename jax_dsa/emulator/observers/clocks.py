@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 ORDER, SHARED, GLOBAL, BEFORE, AFTER = range(5)
-TRAVELS = 4  # rows that go along an edge
+TRAVELS, ROWS = 4, 5  # rows that go along an edge; all rows
 _START = 128
 
 

@@ -12,7 +12,8 @@ _COMPLETION = {
     "tcgen05": "a tcgen05.commit and a wait on its mbarrier",
     "cp.async": "cp.async.wait_group or cp.async.mbarrier.arrive and a wait",
     "wgmma": "wgmma.commit_group and wgmma.wait_group",
-    "bulk": "a wait on its mbarrier, or cp.async.bulk.wait_group",
+    "bulk": "cp.async.bulk.wait_group",
+    "bulk.load": "a wait on its mbarrier",
 }
 _PROXY = (
     "A barrier orders them, but the first goes through the generic proxy and the second"
