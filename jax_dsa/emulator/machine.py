@@ -126,9 +126,13 @@ class Machine:
             self._step_limit()
         start = group.pc
         segment = self.code.segment(start)
-        R, where = group.R, group.where
-        for value in segment.values:
-            value(R, where)
+        S, where = group.R.slots, group.where
+        if where is True:
+            for run in segment.full:
+                run(S)
+        else:
+            for run in segment.masked:
+                run(S, where)
         if self.on.execute:
             self.on.execute(group, start)
         kind, pc = segment.kind, segment.pc
