@@ -8,6 +8,7 @@ run in issue order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,7 +18,12 @@ import numpy as np
 
 def bits(lanes: np.ndarray) -> int:
     """A mask of lanes as an integer."""
-    return int.from_bytes(np.packbits(lanes).tobytes(), "big")
+    return _bits(lanes.tobytes())
+
+
+@functools.lru_cache(4096)
+def _bits(lanes: bytes) -> int:
+    return sum(1 << lane for lane, on in enumerate(lanes) if on)
 
 
 class Op:

@@ -12,6 +12,7 @@ import numpy as np
 from jax_dsa.cubins import manifest
 from jax_dsa.emulator import memory, ptx
 from jax_dsa.emulator.code import Code
+from jax_dsa.emulator.collector import paused
 from jax_dsa.emulator.errors import LaunchError
 from jax_dsa.emulator.isa.tensor_copies import BoundMap
 from jax_dsa.emulator.memory import GlobalMemory, Linear
@@ -45,7 +46,8 @@ class Program:
     """
 
     def __init__(self, text: str, entries: Sequence[manifest.Kernel] = ()):
-        self.module = ptx.parse(text)
+        with paused():
+            self.module = ptx.parse(text)
         self.entries = {e.symbol: e for e in entries}
         for symbol, entry in self.entries.items():
             if symbol not in self.module.kernels:
@@ -62,7 +64,8 @@ class Program:
             raise LaunchError(
                 f"No kernel {kernel!r} in the PTX; it has {list(self.module.kernels)}."
             )
-        return Code(self.module.kernels[kernel])
+        with paused():
+            return Code(self.module.kernels[kernel])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,7 +116,7 @@ class RegisterFile(dict):
         self.slots = [
             _look(self.storage[s], t, packed, part) for s, t, packed, part in layout.slots
         ]
-        self.slots.append(layout.constants)  # S[CONSTANTS]
+        self.slots: list = [*self.slots, layout.constants]  # S[CONSTANTS]
 
     def __missing__(self, number: int) -> np.ndarray:
         slot, row = self.layout.views[number]

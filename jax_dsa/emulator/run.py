@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jax_dsa.emulator.code import Code
+from jax_dsa.emulator.collector import little_to_walk
 from jax_dsa.emulator.errors import LaunchError
 from jax_dsa.emulator.events import Observer
 from jax_dsa.emulator.launch import Launch, Program, Settings, check, pack
@@ -55,7 +56,7 @@ def run(
     observers = [*make_observers(settings), *observers]
     codes = codes or {}
     report = Report()
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), little_to_walk():
         for each in launches:
             code = codes.get(each.kernel) or program.code(each.kernel)
             report.steps += _run_one(code, each, heap, observers, settings)

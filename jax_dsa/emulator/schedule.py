@@ -114,8 +114,8 @@ class Scheduler:
         return self.schedule.spurious > 0 and self.random.random() < self.schedule.spurious
 
     def leader(self, mask: np.ndarray) -> int:
-        lanes = np.flatnonzero(mask)
-        return int(lanes[0] if self.schedule.leader == "first" else lanes[-1])
+        lanes = mask.tobytes()
+        return lanes.find(1) if self.schedule.leader == "first" else lanes.rfind(1)
 
     # -- delays -----------------------------------------------------------------------------------
     def hold(self, group, ins) -> bool:

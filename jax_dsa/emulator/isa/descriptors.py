@@ -25,6 +25,7 @@ class SharedDescriptor(NamedTuple):
     bits: int
 
     @classmethod
+    @functools.lru_cache(4096)  # noqa: B019  (of the class, not of an object)
     def decode(cls, word: int) -> SharedDescriptor | None:
         """None for fields that are not supported: base offset, absolute leading dimension, 32-byte
         atoms.
@@ -49,10 +50,18 @@ class InstructionDescriptor(NamedTuple):
     m: int
 
     @classmethod
+    @functools.lru_cache(256)  # noqa: B019  (of the class, not of an object)
     def decode(cls, word: int) -> InstructionDescriptor:
         flags = [bool(word >> bit & 1) for bit in (13, 14, 15, 16)]
         types = (word >> 4 & 3, word >> 7 & 7, word >> 10 & 7)
         return cls(*types, *flags, n=(word >> 17 & 63) << 3, m=(word >> 24 & 31) << 4)
+
+
+@functools.lru_cache(4096)
+def extent(descriptor: SharedDescriptor, rows: int, depth: int, mn_major: bool) -> tuple[int, int]:
+    """The lowest and the highest of ``element_addresses``."""
+    addresses = element_addresses(descriptor, rows, depth, mn_major)
+    return int(addresses.min()), int(addresses.max())
 
 
 @functools.lru_cache(4096)
@@ -88,13 +97,8 @@ def operand_bytes(
             "tensor core", group, ins, f"descriptor {word:#018x} has fields that are not supported"
         )
         return None
-    addresses = element_addresses(descriptor, rows, depth, mn_major)
-    if group.cta.shared.locate(int(addresses.min()), int(addresses.max()) + 2) is None:
-        group.machine.fault(
-            "out of bounds",
-            group,
-            ins,
-            f"operand at shared bytes {addresses.min()}..{addresses.max()}",
-        )
+    low, high = extent(descriptor, rows, depth, mn_major)
+    if group.cta.shared.locate(low, high + 2) is None:
+        group.machine.fault("out of bounds", group, ins, f"operand at shared bytes {low}..{high}")
         return None
-    return addresses
+    return element_addresses(descriptor, rows, depth, mn_major)

@@ -40,7 +40,7 @@ _SHIFTS = {
 
 
 def without_clamp(fn: Callable, opcode: str, numbers: list[int], layout: registers.Layout):
-    """A shift by a constant less than the width needs no test of the count: the ufunc, its views."""
+    """A shift by a constant below the width needs no test of the count: the ufunc, its views."""
     stem, _, type_ = opcode.partition(".")
     if stem not in _SHIFTS:
         return fn, numbers
