@@ -54,7 +54,8 @@ class Code:
         self.steps: dict[int, Step] = {}
         for instruction in kernel.code:
             self._bind(instruction)
-        self._segments: dict[int, Segment] = {}
+        self.segments: dict[int, Segment] = {}
+        self.notes: dict = {}  # what observers have worked out about the instructions
 
     def _bind(self, ins: Instruction) -> None:
         asm = self.assembler
@@ -90,9 +91,9 @@ class Code:
 
     def segment(self, pc: int) -> Segment:
         """The piece that starts at ``pc``; it ends before the next block start."""
-        found = self._segments.get(pc)
+        found = self.segments.get(pc)
         if found is None:
-            found = self._segments[pc] = self._make(pc)
+            found = self.segments[pc] = self._make(pc)
         return found
 
     def _make(self, pc: int) -> Segment:

@@ -39,6 +39,7 @@ class Machine:
             maps,
         )
         self.settings = settings
+        self.segments = code.segments
         self.shared_bytes = code.assembler.dynamic_start - 1024 + launch.dynamic_shared_bytes
         self.on = Bus(observers)
         self.scheduler = Scheduler(self, schedule)
@@ -125,7 +126,7 @@ class Machine:
         if self.now > self.settings.step_limit:
             self._step_limit()
         start = group.pc
-        segment = self.code.segment(start)
+        segment = self.segments.get(start) or self.code.segment(start)
         S, where = group.R.slots, group.where
         if where is True:
             for run in segment.full:

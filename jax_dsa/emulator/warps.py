@@ -72,6 +72,7 @@ class Warp:
 
     def __init__(self, cta: Cta, index: int, threads: int):
         self.machine, self.cta, self.index = cta.machine, cta, index
+        self.role = self.machine.role(index)
         self.registers = RegisterFile(self.machine.code.layout)
         self.exited = np.arange(LANES) >= threads
         self.trackers: dict[str, Tracker] = {}
@@ -89,13 +90,8 @@ class Warp:
             found = self.trackers[family] = Tracker()
         return found
 
-    @property
-    def role(self) -> str:
-        return self.machine.role(self.index)
-
     def __str__(self) -> str:
-        role = self.role
-        return f"CTA {self.cta} warp {self.index}" + (f" ({role})" if role else "")
+        return f"CTA {self.cta} warp {self.index}" + (f" ({self.role})" if self.role else "")
 
 
 class Cta:

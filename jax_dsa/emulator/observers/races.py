@@ -21,7 +21,7 @@ from jax_dsa.emulator.observers.clocks import (
     Clock,
     Components,
 )
-from jax_dsa.emulator.observers.shadow import Conflict, Shadow, as_array
+from jax_dsa.emulator.observers.shadow import Conflict, Shadow, Written, as_array
 from jax_dsa.emulator.observers.words import missing_edge
 from jax_dsa.emulator.report import Fault, Race, Report, Site
 
@@ -252,13 +252,13 @@ class Races(Observer):
             clock, row, component = self._of(agent), ORDER, self.own[agent]
             tick = self.components.tick(component, agent, ins)
             clock.set(component, tick)
-        known = self.components.view(clock, row)
+        found = shadow.written(cells)
         if kind != WRITE:
-            self._unwritten(agent, ins, memory, shadow, cells)
+            self._unwritten(agent, ins, memory, found)
         if self.want_lints and memory.space == "tensor":
-            self._strict(agent, ins, cells, kind, clock, shadow)
+            self._strict(agent, ins, found, kind, clock, shadow)
         check = {READ: shadow.read, WRITE: shadow.write, ATOMIC: shadow.update}[kind]
-        for conflict in check(cells, component, tick, known):
+        for conflict in check(found, component, tick, self.components.known(clock, row)):
             self._report(agent, ins, memory, conflict, kind, row)
         if ins.opcode.startswith("mbarrier.init"):
             self.inits[agent.cta, int(as_array(cells)[0]) * 2] = (component, tick)
@@ -291,8 +291,8 @@ class Races(Observer):
             memory.space, where, tuple(cells.tolist()), kinds, first, second, missing
         )
 
-    def _unwritten(self, agent, ins, memory, shadow: Shadow, cells) -> None:
-        missing = shadow.unwritten(cells)
+    def _unwritten(self, agent, ins, memory, found: Written) -> None:
+        missing = found.unwritten()
         if not missing.size:
             return
         site = Site.of(agent, ins)
@@ -305,13 +305,14 @@ class Races(Observer):
             else Fault(key[0], site, text)
         )
 
-    def _strict(self, agent, ins, cells, kind: str, clock: Clock, shadow: Shadow) -> None:
+    def _strict(self, agent, ins, found: Written, kind: str, clock: Clock, shadow: Shadow) -> None:
         """Lint: tensor-memory work of another thread is ordered by barriers alone, without the pair
         of fences.
         """
         if not isinstance(agent, Op) or agent.kind not in _TENSOR_OPS:
             return
-        earlier = shadow.earlier(cells, clock.rows[AFTER], kind == WRITE)
+        passed = self.components.known(clock, AFTER)
+        earlier = shadow.earlier(found, passed, kind == WRITE)
         for component, tick in earlier:
             first_agent, first_ins = self.components.who(component, tick)
             other = isinstance(first_agent, Op) and first_agent.group.warp is not agent.group.warp
