@@ -318,15 +318,16 @@ class Races(Observer):
             other = isinstance(first_agent, Op) and first_agent.group.warp is not agent.group.warp
             if not other or clock.get(component) < tick:
                 continue
+            key = ("fence", ins.line, first_ins.line)
+            if key in self.lints:
+                continue
             site = Site.of(agent, ins)
             text = (
                 f"ordered after line {first_ins.line} by barriers only:"
                 f" tcgen05.fence::before_thread_sync /"
                 " ::after_thread_sync are missing on the way"
             )
-            self.lints.setdefault(
-                ("fence", site.line, first_ins.line), Fault("tcgen05 fence", site, text)
-            )
+            self.lints[key] = Fault("tcgen05 fence", site, text)
 
     # -- the end ----------------------------------------------------------------------------------
     def leave(self, cta) -> None:

@@ -52,6 +52,10 @@ class Written(NamedTuple):
         bad = keys & _TICK > known.row()[keys >> 32]
         return bad if holds_somewhere(bad) else None
 
+    def distinct(self, where: np.ndarray) -> list[int]:
+        """The keys there, ascending."""
+        return _distinct(self.keys[where]) if self.only is None else [self.only]
+
     def conflicts(self, known: Known) -> list[Conflict]:
         bad = self.unknown(known)
         return [] if bad is None else _by_key("write", self.keys[bad], as_array(self.cells)[bad])
@@ -83,18 +87,26 @@ class Table:
         self.components[row] = component
         return row
 
-    def conflicts(self, cells, known: Known, kind: str) -> list[Conflict]:
-        """Accesses of cells that ``known`` does not cover."""
+    def suspects(self, cells, known: Known):
+        """(component, ticks of the cells, where ``known`` does not cover them) per component that
+        has such.
+        """
         count = len(self.rows)
-        limits = known.row()[self.components[:count]]
-        suspects = self.newest[:count] > limits
-        found = []
-        for row in suspects.nonzero()[0].tolist() if holds_somewhere(suspects) else ():
+        components = self.components[:count]
+        limits = known.row()[components]
+        late = self.newest[:count] > limits
+        for row in late.nonzero()[0].tolist() if holds_somewhere(late) else ():
             ticks = self.ticks[row][cells]
             bad = ticks > limits[row]
             if holds_somewhere(bad):
-                keys = ticks[bad].astype(np.int64) | int(self.components[row]) << 32
-                found += _by_key(kind, keys, as_array(cells)[bad])
+                yield int(components[row]), ticks, bad
+
+    def conflicts(self, cells, known: Known, kind: str) -> list[Conflict]:
+        """Accesses of cells that ``known`` does not cover."""
+        found = []
+        for component, ticks, bad in self.suspects(cells, known):
+            keys = ticks[bad].astype(np.int64) | component << 32
+            found += _by_key(kind, keys, as_array(cells)[bad])
         return found
 
 
@@ -152,10 +164,12 @@ class Shadow:
         """(component, tick) of the last writers, and of the readers if wanted, that ``known`` does
         not cover.
         """
-        conflicts = found.conflicts(known)
+        bad = found.unknown(known)
+        keys = [] if bad is None else found.distinct(bad)
         if readers and self.readers is not None:
-            conflicts += self.readers.conflicts(found.cells, known, "read")
-        return {(c.component, c.tick) for c in conflicts}
+            for component, ticks, late in self.readers.suspects(found.cells, known):
+                keys += [component << 32 | tick for tick in _distinct(ticks[late])]
+        return {(key >> 32, key & _TICK) for key in keys}
 
     def settle(self) -> None:
         """A launch ends: everything is ordered before the next one."""
@@ -174,6 +188,12 @@ def holds_somewhere(flags: np.ndarray) -> bool:
 
 def as_array(cells) -> np.ndarray:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+
+
+def _distinct(values: np.ndarray) -> list[int]:
+    """The different values, ascending."""
+    first = values[0]
+    return np.unique(values).tolist() if holds_somewhere(values != first) else [int(first)]
 
 
 def _by_key(kind: str, keys: np.ndarray, cells: np.ndarray) -> list[Conflict]:
