@@ -14,7 +14,12 @@ READ, WRITE, ATOMIC = "read", "write", "atomic"
 
 
 class Observer:
-    """Override what you want to hear; ``ins`` is always the ``ptx.Instruction`` at work."""
+    """Override what you want to hear; ``ins`` is always the ``ptx.Instruction`` at work.
+
+    An observer whose findings can be joined over processes (``parallel``) also has ``fresh()``, one
+    like it for a single CTA, ``hand_over()``, what that one found, without references to the
+    machine, and ``adopt(found, machine, touched)``, which adds what the next CTA's found.
+    """
 
     def launch(self, machine) -> None:
         """A kernel starts: all earlier work is complete and visible."""
@@ -24,6 +29,11 @@ class Observer:
 
     def access(self, agent, ins, memory, cells, kind: str) -> None:
         """The agent touches cells (slice or array) of a memory: READ, WRITE or ATOMIC."""
+
+    def update(self, memory, form: tuple, index, operands) -> None:
+        """An atomic was carried out: ``form`` is (operation, type, type of elements, elements per
+        row).
+        """
 
     def issue(self, op) -> None:
         """Asynchronous work was started by op.group."""

@@ -56,9 +56,16 @@ class Linear:
             found = self._typed[dtype, count] = found.reshape(-1, count) if count else found
         return found
 
-    def describe(self, cells: np.ndarray) -> str:
-        """The byte ranges that ``cells`` cover, in words."""
-        return f"{self.name} bytes {ranges(np.unique(cells), CELL)}"
+
+def describe(space: str, name: str, cells: np.ndarray) -> str:
+    """What ``cells`` (ascending) of a memory are, in words: bytes, or columns and lanes."""
+    if space != "tensor":
+        return f"{name} bytes {ranges(cells, CELL)}"
+    groups, columns = (
+        np.unique(cells // TensorMemory.COLUMNS),
+        np.unique(cells % TensorMemory.COLUMNS),
+    )
+    return f"{name} columns {ranges(columns)}, lanes {ranges(groups, TensorMemory.GROUP)}"
 
 
 def ranges(cells: np.ndarray, scale: int = 1) -> str:
@@ -170,12 +177,6 @@ class TensorMemory:
         """Cells of ``columns`` columns from ``column``, in the 16-lane groups of ``lanes``."""
         groups = np.arange(lanes.start // cls.GROUP, (lanes.stop - 1) // cls.GROUP + 1)
         return (groups[:, None] * cls.COLUMNS + np.arange(column, column + columns)).ravel()
-
-    def describe(self, cells: np.ndarray) -> str:
-        """Columns and lanes in words."""
-        groups = np.unique(cells // self.COLUMNS)
-        lanes = ranges(groups, self.GROUP)
-        return f"{self.name} columns {ranges(np.unique(cells % self.COLUMNS))}, lanes {lanes}"
 
 
 def cells_of_bytes(offsets: np.ndarray, size: int) -> np.ndarray:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jax_dsa.emulator import parallel
 from jax_dsa.emulator.code import Code
 from jax_dsa.emulator.collector import little_to_walk
 from jax_dsa.emulator.errors import LaunchError
@@ -69,6 +70,10 @@ def run(
 
 def _run_one(code: Code, launch: Launch, heap: GlobalMemory, observers, settings: Settings) -> int:
     params, maps = pack(launch, code, heap)
+    if settings.processes > 1:
+        steps = parallel.run(code, launch, heap, params, maps, observers, settings)
+        if steps is not None:
+            return steps
     machine = Machine(code, launch, heap, params, maps, observers, settings.schedule, settings)
     machine.run()
     return machine.now

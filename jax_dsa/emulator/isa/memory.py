@@ -187,6 +187,9 @@ def _bind_atomic(asm, ins, parts, has_result: bool):
             _publish(group, ins, place, parts)
             operands = [_stack(group, column, place.lanes) for column in sources]
             old = apply(place.memory.rows(dtype, count), place.offsets // total, fn, operands)
+            if group.machine.on.update:
+                form = (operation, type_, element, count)
+                group.machine.on.update(place.memory, form, place.offsets // total, operands)
             per = count // max(len(targets), 1)
             for i, target in enumerate(targets):
                 if target is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jax_dsa.emulator.events import Observer
+from jax_dsa.emulator.observers.faults import add_new
 from jax_dsa.emulator.ptx.syntax import Address, Instruction, Negated, Pair, Register, Vector
 from jax_dsa.emulator.report import Fault, Report, Site
 
@@ -145,6 +146,16 @@ class RegisterUse(Observer):
         site = Site.of(group, self._first(pc, wanted))
         text = "uses registers of a tcgen05.ld before tcgen05.wait::ld"
         self.lints.setdefault((site.line, site.role), Fault("early use", site, text))
+
+    def fresh(self) -> RegisterUse:
+        return RegisterUse(self.want_lints)
+
+    def hand_over(self) -> tuple:
+        return self.faults, self.lints
+
+    def adopt(self, found: tuple, machine, touched) -> None:
+        add_new(self.faults, found[0])
+        add_new(self.lints, found[1])
 
     def fill(self, report: Report) -> None:
         report.faults = (*report.faults, *self.faults.values())

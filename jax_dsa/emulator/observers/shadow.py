@@ -160,16 +160,16 @@ class Shadow:
         self.last[found.unwritten()] = 0
         return conflicts
 
-    def earlier(self, found: Written, known: Known, readers: bool) -> set[tuple[int, int]]:
+    def earlier(self, found: Written, known: Known, readers: bool) -> list[tuple[int, int]]:
         """(component, tick) of the last writers, and of the readers if wanted, that ``known`` does
-        not cover.
+        not cover; in the order of their components.
         """
         bad = found.unknown(known)
         keys = [] if bad is None else found.distinct(bad)
         if readers and self.readers is not None:
             for component, ticks, late in self.readers.suspects(found.cells, known):
                 keys += [component << 32 | tick for tick in _distinct(ticks[late])]
-        return {(key >> 32, key & _TICK) for key in keys}
+        return [(key >> 32, key & _TICK) for key in dict.fromkeys(keys)]
 
     def settle(self) -> None:
         """A launch ends: everything is ordered before the next one."""
