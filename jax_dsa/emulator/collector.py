@@ -20,9 +20,12 @@ def paused():
 
 @contextlib.contextmanager
 def little_to_walk():
-    """What exists already, a kernel's closures above all, is left out of collections."""
+    """What exists already, a kernel's closures above all, is left out of collections; what the work
+    leaves behind is collected at the end, while that is still cheap.
+    """
     gc.freeze()
     try:
         yield
     finally:
+        gc.collect()
         gc.unfreeze()

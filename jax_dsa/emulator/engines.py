@@ -71,6 +71,10 @@ class Op:
         return f"{self.kind} issued by {self.group} at {self.ins}"
 
 
+def _done(op: Op) -> None:
+    raise AssertionError(f"{op} is carried out twice")
+
+
 class Engines:
     """Every operation that has been issued and not carried out."""
 
@@ -116,6 +120,7 @@ class Engines:
         machine = self.machine
         machine.progress += 1
         op.effect(op)
+        op.effect = _done  # what it holds, places in memory above all, is needed no longer
         op.done = True
         del self.pending[op.serial]
         for later in op.dependents:

@@ -108,6 +108,7 @@ class Machine:
         if self.on.leave:
             self.on.leave(cta)
         self.ctas.remove(cta)
+        cta.release()
         self._start_cta()
 
     # -- one turn

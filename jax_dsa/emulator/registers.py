@@ -123,6 +123,12 @@ class RegisterFile(dict):
         view = self[number] = self.slots[slot][row]
         return view
 
+    def release(self) -> None:
+        """Gives the memory back; agents in reports keep their warp, not its registers."""
+        self.clear()
+        self.storage.clear()
+        self.slots.clear()
+
     def set(self, register: str, values) -> None:
         """Writes a whole register (special registers at the start of a warp)."""
         storage, row = self.layout.rows[register]

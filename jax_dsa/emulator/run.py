@@ -53,16 +53,19 @@ def run(
         )
     for each in launches:
         check(program, each, arrays)
+    bound = {each.kernel: program.code(each.kernel) for each in launches} | dict(codes or {})
+    with np.errstate(all="ignore"), little_to_walk():
+        return _run_all(bound, launches, arrays, settings, observers)
+
+
+def _run_all(codes, launches, arrays, settings: Settings, observers):
     heap = GlobalMemory(dict(arrays), settings.outputs)
     observers = [*make_observers(settings), *observers]
-    codes = codes or {}
     report = Report()
-    with np.errstate(all="ignore"), little_to_walk():
-        for each in launches:
-            code = codes.get(each.kernel) or program.code(each.kernel)
-            report.steps += _run_one(code, each, heap, observers, settings)
-            if any(getattr(o, "stuck", False) for o in observers):
-                break
+    for each in launches:
+        report.steps += _run_one(codes[each.kernel], each, heap, observers, settings)
+        if any(getattr(o, "stuck", False) for o in observers):
+            break
     for observer in observers:
         observer.fill(report)
     return _results(arrays, heap), report

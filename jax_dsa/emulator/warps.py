@@ -114,6 +114,12 @@ class Cta:
     def __str__(self) -> str:
         return self.name
 
+    def release(self) -> None:
+        """The CTA has ended: what is kept for reports needs its name only."""
+        for warp in self.warps:
+            warp.registers.release()
+        del self.shared, self.tensor
+
     def named_barrier(self, number: int) -> NamedBarrier:
         found = self.named.get(number)
         if found is None:

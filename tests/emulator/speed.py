@@ -2,8 +2,9 @@
 
     JAX_DSA_CONTROLS_DIR=... python -m tests.emulator.speed --topk 128 --observers all --repeat 3
 
-Prints CPU and wall seconds (best of ``--repeat``), the peak memory of the process and a digest of arrays and
-report: an optimisation may change the first two only. ``--profile`` prints where the time goes.
+Prints CPU and wall seconds (best of ``--repeat``; CPU seconds are this process's alone), its peak
+memory, and a digest of arrays and report: an optimisation may change all but the last.
+``--profile`` prints where the time goes.
 """
 
 from __future__ import annotations
