@@ -2,7 +2,7 @@
 
     JAX_DSA_CONTROLS_DIR=... python -m tests.emulator.speed --topk 128 --observers all --repeat 3
 
-Prints CPU and wall seconds (best of ``--repeat``; CPU seconds are this process's alone), its peak
+Prints CPU and wall seconds (best of ``--repeat``; the processes of ``--processes`` apart), its peak
 memory, and a digest of arrays and report: an optimisation may change all but the last.
 ``--profile`` prints where the time goes.
 """
@@ -88,9 +88,12 @@ def main() -> None:
     results = [once() for _ in range(options.repeat)]
     outputs, report = results[0][2]
     cpu, wall = (min(r[i] for r in results) for i in (0, 1))
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    of_children = (children.ru_utime + children.ru_stime) / options.repeat
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"K={options.topk} {observers}: {cpu:.2f} CPU s, {wall:.2f} s (first {results[0][0]:.2f}), "
+        f"{of_children:.2f} CPU s of other processes, "
         f"{report.steps} steps, {peak:.0f} MiB, digest {digest(outputs, report)}"
     )
 
