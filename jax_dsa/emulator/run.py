@@ -51,6 +51,8 @@ def run(
         raise LaunchError(
             f"Settings.outputs names {sorted(unknown)}, which are not among {sorted(arrays)}."
         )
+    if settings.processes < 1:
+        raise LaunchError(f"Settings.processes is {settings.processes}; wanted 1 or more.")
     for each in launches:
         check(program, each, arrays)
     bound = {each.kernel: program.code(each.kernel) for each in launches} | dict(codes or {})

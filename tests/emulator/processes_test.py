@@ -6,7 +6,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 from harness import SCHEDULES, THREAD, execute, lanes, text
 
-from jax_dsa.emulator import Launch, Pointer, Program, Settings, parallel, run
+from jax_dsa.emulator import Launch, LaunchError, Pointer, Program, Settings, parallel, run
 
 CTA = f"""{THREAD}
     mov.u32 %r3, %ctaid.x;
@@ -106,6 +106,10 @@ class ProcessesTest(parameterized.TestCase):
         found = parallel.reason_against(program.code("test"), launch, (), Settings(processes=2))
         self.assertIn(reason, found)
         self.assertEqual(bool(found), bool(reason))
+
+    def test_fewer_than_one_process_is_refused(self):
+        with self.assertRaisesRegex(LaunchError, "processes is 0; wanted 1 or more"):
+            execute(CTA, {"a": lanes()}, processes=0)
 
     def test_ctas_in_flight_together_run_in_one_process(self):
         program = Program(text(CTA, ("a",)))

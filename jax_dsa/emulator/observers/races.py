@@ -288,7 +288,7 @@ class Races(Observer):
         known = self.races.get(key)
         self.names[key] = memory.name
         if known is not None:
-            self.races[key] = _more(known, memory.name, conflict.cells, 1)
+            self.races[key] = known.again(memory.name, conflict.cells)
             return
         clock = self.work[agent].clock if isinstance(agent, Op) else self._of(agent)
         issued = self.work[first_agent].issued if isinstance(first_agent, Op) else None
@@ -379,7 +379,7 @@ class Races(Observer):
         for key, race in races.items():
             known = self.races.get(key)
             self.races[key] = (
-                race if known is None else _more(known, labels[key], race.cells, race.count)
+                race if known is None else known.again(labels[key], race.cells, race.count)
             )
         for key, fault in faults.items():
             known = self.faults.get(key)
@@ -397,14 +397,6 @@ class Races(Observer):
         report.races = (*report.races, *self.races.values())
         report.faults = (*report.faults, *self.faults.values())
         report.lints = (*report.lints, *self.lints.values())
-
-
-def _more(known: Race, name: str, cells, count: int) -> Race:
-    """A race that was found again, in the memory called ``name``."""
-    union = np.union1d(known.cells, cells)
-    where = describe(known.space, name, union)
-    count += known.count
-    return dataclasses.replace(known, cells=tuple(union.tolist()), where=where, count=count)
 
 
 assert clocks.TRAVELS == AFTER
