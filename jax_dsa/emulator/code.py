@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jax_dsa.emulator.isa.assembler import Assembler, guarded
+from jax_dsa.emulator.isa.assembler import Assembler
+from jax_dsa.emulator.isa.steps import Step, guarded
 from jax_dsa.emulator.isa.table import find
 from jax_dsa.emulator.ptx import flow
 from jax_dsa.emulator.ptx.syntax import Instruction, Kernel, Label
@@ -16,11 +17,12 @@ FALL, EFFECT, BRANCH, EXIT = range(4)
 
 
 class Segment(NamedTuple):
-    """values: closures run(R, m); then ``kind`` says what follows at ``pc`` (the effect, the
-    branch, ...).
+    """Steps for all lanes, the same under a mask; then ``kind`` says what follows at ``pc`` (the
+    effect, the branch, ...).
     """
 
-    values: tuple
+    full: tuple
+    masked: tuple
     kind: int
     pc: int
 
@@ -49,10 +51,11 @@ class Code:
         self.effects: dict[int, Callable] = {}
         self.branches: dict[int, Branch] = {}
         self.predicates: dict[int, tuple[int, bool]] = {}
-        self.values: dict[int, Callable] = {}
+        self.steps: dict[int, Step] = {}
         for instruction in kernel.code:
             self._bind(instruction)
-        self._segments: dict[int, Segment] = {}
+        self.segments: dict[int, Segment] = {}
+        self.notes: dict = {}  # what observers have worked out about the instructions
 
     def _bind(self, ins: Instruction) -> None:
         asm = self.assembler
@@ -68,9 +71,10 @@ class Code:
             if row.effect:
                 self.effects[ins.pc] = closure
             elif ins.guard is not None:
-                self.values[ins.pc] = guarded(closure, *self.predicates[ins.pc])
+                number, negated = self.predicates[ins.pc]
+                self.steps[ins.pc] = guarded(closure, self.layout.views[number], negated)
             else:
-                self.values[ins.pc] = closure
+                self.steps[ins.pc] = closure
 
     def _bound(self, row, ins: Instruction):
         try:
@@ -87,22 +91,26 @@ class Code:
 
     def segment(self, pc: int) -> Segment:
         """The piece that starts at ``pc``; it ends before the next block start."""
-        found = self._segments.get(pc)
+        found = self.segments.get(pc)
         if found is None:
-            found = self._segments[pc] = self._make(pc)
+            found = self.segments[pc] = self._make(pc)
         return found
 
     def _make(self, pc: int) -> Segment:
-        values, code = [], self.kernel.code
+        steps, code = [], self.kernel.code
         while pc < len(code):
             if pc in self.branches:
-                return Segment(tuple(values), BRANCH, pc)
+                return _segment(steps, BRANCH, pc)
             if flow.ends_thread(code[pc]):
-                return Segment(tuple(values), EXIT, pc)
+                return _segment(steps, EXIT, pc)
             if pc in self.effects:
-                return Segment(tuple(values), EFFECT, pc)
-            values.append(self.values[pc])
+                return _segment(steps, EFFECT, pc)
+            steps.append(self.steps[pc])
             pc += 1
             if pc in self.leaders:
-                return Segment(tuple(values), FALL, pc)
-        return Segment(tuple(values), EXIT, pc)
+                return _segment(steps, FALL, pc)
+        return _segment(steps, EXIT, pc)
+
+
+def _segment(steps: list[Step], kind: int, pc: int) -> Segment:
+    return Segment(tuple(s.full for s in steps), tuple(s.masked for s in steps), kind, pc)

@@ -8,6 +8,7 @@ run in issue order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,7 +18,12 @@ import numpy as np
 
 def bits(lanes: np.ndarray) -> int:
     """A mask of lanes as an integer."""
-    return int.from_bytes(np.packbits(lanes).tobytes(), "big")
+    return _bits(lanes.tobytes())
+
+
+@functools.lru_cache(4096)
+def _bits(lanes: bytes) -> int:
+    return sum(1 << lane for lane, on in enumerate(lanes) if on)
 
 
 class Op:
@@ -67,6 +73,10 @@ class Op:
         return f"{self.kind} issued by {self.group} at {self.ins}"
 
 
+def _done(op: Op) -> None:
+    raise AssertionError(f"{op} is carried out twice")
+
+
 class Engines:
     """Every operation that has been issued and not carried out."""
 
@@ -112,6 +122,7 @@ class Engines:
         machine = self.machine
         machine.progress += 1
         op.effect(op)
+        op.effect = _done  # what it holds, places in memory above all, is needed no longer
         op.done = True
         del self.pending[op.serial]
         for later in op.dependents:

@@ -15,7 +15,12 @@ ATOMIC_READ, ATOMIC_WRITE = "atomic read", "atomic write"
 
 
 class Observer:
-    """Override what you want to hear; ``ins`` is always the ``ptx.Instruction`` at work."""
+    """Override what you want to hear; ``ins`` is always the ``ptx.Instruction`` at work.
+
+    An observer whose findings can be joined over processes (``parallel``) also has ``fresh()``, one
+    like it for a single CTA, ``hand_over()``, what that one found, without references to the
+    machine, and ``adopt(found, machine, touched)``, which adds what the next CTA's found.
+    """
 
     def launch(self, machine) -> None:
         """A kernel starts: all earlier work is complete and visible."""
@@ -26,6 +31,11 @@ class Observer:
     def access(self, agent, ins, memory, cells, kind: str) -> None:
         """The agent touches cells (slice or array) of a memory: READ, WRITE, ATOMIC (both),
         ATOMIC_READ or ATOMIC_WRITE.
+        """
+
+    def update(self, memory, form: tuple, index, operands) -> None:
+        """An atomic was carried out: ``form`` is (operation, type, type of elements, elements per
+        row).
         """
 
     def issue(self, op) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jax_dsa.cubins import manifest
 from jax_dsa.emulator import memory, ptx
 from jax_dsa.emulator.code import Code
+from jax_dsa.emulator.collector import paused
 from jax_dsa.emulator.errors import LaunchError
 from jax_dsa.emulator.isa.tensor_copies import BoundMap
 from jax_dsa.emulator.memory import GlobalMemory, Linear
@@ -45,7 +46,8 @@ class Program:
     """
 
     def __init__(self, text: str, entries: Sequence[manifest.Kernel] = ()):
-        self.module = ptx.parse(text)
+        with paused():
+            self.module = ptx.parse(text)
         self.entries = {e.symbol: e for e in entries}
         for symbol, entry in self.entries.items():
             if symbol not in self.module.kernels:
@@ -62,7 +64,8 @@ class Program:
             raise LaunchError(
                 f"No kernel {kernel!r} in the PTX; it has {list(self.module.kernels)}."
             )
-        return Code(self.module.kernels[kernel])
+        with paused():
+            return Code(self.module.kernels[kernel])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,11 @@ class Settings:
       outputs: arrays that start unwritten: reading them before a write is reported.
       concurrent_ctas: how many CTAs are in flight at once; 0: all (kernels that wait on global
         memory).
+      processes: CTAs of a launch run in so many processes, with the same results and the same
+        report, where ``concurrent_ctas`` is 1 and no CTA can learn of another: a launch whose
+        kernel has acquire, release, relaxed or volatile accesses of global memory, fences wider
+        than a CTA, atomics whose result is read or bulk reductions runs in one process, and so does
+        one whose CTAs touch what others wrote (see ``parallel``).
       step_limit: scheduler steps of one launch before StepLimit is raised.
       lints: also report what is legal but strict code would not do.
     """
@@ -113,6 +121,7 @@ class Settings:
     observers: str | Sequence[str] = "all"
     outputs: frozenset[str] = frozenset()
     concurrent_ctas: int = 1
+    processes: int = 1
     step_limit: int = 50_000_000
     lints: bool = True
 

@@ -5,6 +5,7 @@ the step limit.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class Machine:
             maps,
         )
         self.settings = settings
+        self.segments = code.segments
         self.shared_bytes = code.assembler.dynamic_start - 1024 + launch.dynamic_shared_bytes
         self.on = Bus(observers)
         self.scheduler = Scheduler(self, schedule)
@@ -48,18 +50,19 @@ class Machine:
         self.ctas: list[warps.Cta] = []
         self.now = self.progress = 0
         self.spinning: dict[int, warps.Group] = {}
-        self._waiting_ctas = iter(())
+        self._waiting_ctas: Iterator[tuple[int, tuple[int, int, int]]] = iter(())
         self._ids = itertools.count()
 
     # -- life of a launch
     # ---------------------------------------------------------------------------
-    def run(self) -> None:
-        """Runs every CTA; at most ``settings.concurrent_ctas`` at a time."""
+    def run(self, ctas: Iterable[tuple[int, tuple[int, int, int]]] | None = None) -> None:
+        """Runs every CTA, or those given (number, index); at most ``settings.concurrent_ctas`` at a
+        time.
+        """
         if self.on.launch:
             self.on.launch(self)
-        gx, gy, gz = self.launch.grid
-        self._waiting_ctas = ((x, y, z) for z in range(gz) for y in range(gy) for x in range(gx))
-        for _ in range(self.settings.concurrent_ctas or gx * gy * gz):
+        self._waiting_ctas = enumerate(grid_of(self.launch)) if ctas is None else iter(ctas)
+        for _ in range(self.settings.concurrent_ctas or int(np.prod(self.launch.grid))):
             self._start_cta()
         while self.ctas:
             agent = self.scheduler.next()
@@ -74,9 +77,11 @@ class Machine:
             self.on.end(self)
 
     def _start_cta(self) -> None:
-        index = next(self._waiting_ctas, None)
+        number, index = next(self._waiting_ctas, (0, None))
         if index is None:
             return
+        if self.settings.concurrent_ctas == 1:
+            self.scheduler.restart(number)
         cta = warps.Cta(self, index)
         self.ctas.append(cta)
         for warp in cta.warps:
@@ -103,6 +108,7 @@ class Machine:
         if self.on.leave:
             self.on.leave(cta)
         self.ctas.remove(cta)
+        cta.release()
         self._start_cta()
 
     # -- one turn
@@ -125,10 +131,14 @@ class Machine:
         if self.now > self.settings.step_limit:
             self._step_limit()
         start = group.pc
-        segment = self.code.segment(start)
-        R, where = group.R, group.where
-        for value in segment.values:
-            value(R, where)
+        segment = self.segments.get(start) or self.code.segment(start)
+        S, where = group.R.slots, group.where
+        if where is True:
+            for run in segment.full:
+                run(S)
+        else:
+            for run in segment.masked:
+                run(S, where)
         if self.on.execute:
             self.on.execute(group, start)
         kind, pc = segment.kind, segment.pc
@@ -244,6 +254,12 @@ class Machine:
 
     def role(self, warp: int) -> str:
         return self.launch.role(warp)
+
+
+def grid_of(launch) -> Iterator[tuple[int, int, int]]:
+    """Indices of the CTAs of a launch, in the order in which they start."""
+    gx, gy, gz = launch.grid
+    return ((x, y, z) for z in range(gz) for y in range(gy) for x in range(gx))
 
 
 def set_special_registers(warp) -> None:

@@ -11,6 +11,7 @@ Unwritten bytes are 0xFF: NaN in every floating type.
 from __future__ import annotations
 
 import bisect
+import functools
 
 import numpy as np
 
@@ -37,12 +38,34 @@ class Linear:
         self.size = data.size if size is None else size
         self.cells = -(-data.size // CELL)
         self.data = data
+        self.first, self.limit = base, base + self.size  # addresses that exist
         self.views = {size: data.view(f"u{size}") for size in (1, 2, 4, 8)}
+        self._typed: dict[tuple, np.ndarray] = {}
         self.initialised = False
 
-    def describe(self, cells: np.ndarray) -> str:
-        """The byte ranges that ``cells`` cover, in words."""
-        return f"{self.name} bytes {ranges(np.unique(cells), CELL)}"
+    def typed(self, dtype: np.dtype) -> np.ndarray:
+        """The memory as elements of ``dtype``."""
+        return self.rows(dtype, 0)
+
+    def rows(self, dtype: np.dtype, count: int) -> np.ndarray:
+        """The memory as rows of ``count`` elements of ``dtype``; 0: as single elements."""
+        found = self._typed.get((dtype, count))
+        if found is None:
+            size = dtype.itemsize * (count or 1)
+            found = self.data[: self.data.size // size * size].view(dtype)
+            found = self._typed[dtype, count] = found.reshape(-1, count) if count else found
+        return found
+
+
+def describe(space: str, name: str, cells: np.ndarray) -> str:
+    """What ``cells`` (ascending) of a memory are, in words: bytes, or columns and lanes."""
+    if space != "tensor":
+        return f"{name} bytes {ranges(cells, CELL)}"
+    groups, columns = (
+        np.unique(cells // TensorMemory.COLUMNS),
+        np.unique(cells % TensorMemory.COLUMNS),
+    )
+    return f"{name} columns {ranges(columns)}, lanes {ranges(groups, TensorMemory.GROUP)}"
 
 
 def ranges(cells: np.ndarray, scale: int = 1) -> str:
@@ -60,10 +83,10 @@ class SharedMemory(Linear):
     def __init__(self, size: int, cta: str):
         data = np.full(-(-(SHARED_START + size) // 16) * 16, POISON, np.uint8)
         super().__init__("shared", f"shared memory of CTA {cta}", data, 0)
-        self.start, self.stop = SHARED_START, SHARED_START + size
+        self.first, self.limit = SHARED_START, SHARED_START + size
 
     def locate(self, low: int, high: int) -> SharedMemory | None:
-        return self if self.start <= low and high <= self.stop else None
+        return self if self.first <= low and high <= self.limit else None
 
 
 class GlobalMemory:
@@ -148,16 +171,12 @@ class TensorMemory:
         columns = self.blocks.pop(base)
         self.allocated[base : base + columns] = False
 
-    def cells_of(self, lanes: range, column: int, columns: int) -> np.ndarray:
+    @classmethod
+    @functools.lru_cache(1024)  # noqa: B019  (of the class, not of an object)
+    def cells_of(cls, lanes: range, column: int, columns: int) -> np.ndarray:
         """Cells of ``columns`` columns from ``column``, in the 16-lane groups of ``lanes``."""
-        groups = np.arange(lanes.start // self.GROUP, (lanes.stop - 1) // self.GROUP + 1)
-        return (groups[:, None] * self.COLUMNS + np.arange(column, column + columns)).ravel()
-
-    def describe(self, cells: np.ndarray) -> str:
-        """Columns and lanes in words."""
-        groups = np.unique(cells // self.COLUMNS)
-        lanes = ranges(groups, self.GROUP)
-        return f"{self.name} columns {ranges(np.unique(cells % self.COLUMNS))}, lanes {lanes}"
+        groups = np.arange(lanes.start // cls.GROUP, (lanes.stop - 1) // cls.GROUP + 1)
+        return (groups[:, None] * cls.COLUMNS + np.arange(column, column + columns)).ravel()
 
 
 def cells_of_bytes(offsets: np.ndarray, size: int) -> np.ndarray:

@@ -188,9 +188,9 @@ def _rotate(code: Code, start: int, stop: int) -> None:
     text = list(code.kernel.code)
     text[start : stop + 1] = [text[pc] for pc in old]
     code.kernel = dataclasses.replace(code.kernel, code=text)
-    for name in ("effects", "values", "predicates"):
+    for name in ("effects", "steps", "predicates"):
         setattr(code, name, {place.get(pc, pc): v for pc, v in getattr(code, name).items()})
-    code._segments = {}
+    code.segments, code.notes = {}, {}
 
 
 # -- what notices ---------------------------------------------------------------------------------

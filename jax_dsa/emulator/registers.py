@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 LANES = 32
+CONSTANTS = -1  # the last slot
 BITS = {"pred": 8} | {f"{k}{n}": n for k in "busf" for n in (8, 16, 32, 64)}
 DTYPES = {
     "pred": np.bool_,
@@ -43,7 +44,7 @@ class Layout:
         self.slots: list[tuple[np.dtype, np.dtype, bool, int]] = []  # storage, type, packed, part
         self._slot_numbers: dict[tuple, int] = {}
         self.numbers: dict[tuple, int] = {}
-        self.constants: dict[int, np.ndarray] = {}
+        self.constants: list[np.ndarray] = []
 
     def view(self, register: str, type_: str, part: int | None = None) -> int:
         """Number of the view of ``register`` as ``type_``; ``part`` picks one of several smaller
@@ -71,12 +72,21 @@ class Layout:
         """Number of the view that reads as ``value`` in every lane."""
         key = ("constant", value.dtype, value.tobytes())
         if key not in self.numbers:
-            number = self.numbers[key] = len(self.views)
-            self.views.append((-1, 0))
+            self.numbers[key] = len(self.views)
+            self.views.append((CONSTANTS, len(self.constants)))
             array = np.full(LANES, value)
             array.flags.writeable = False
-            self.constants[number] = array
+            self.constants.append(array)
         return self.numbers[key]
+
+    def constant_of(self, number: int) -> np.ndarray | None:
+        """The 32 equal elements of a view that is a constant."""
+        slot, row = self.views[number]
+        return self.constants[row] if slot == CONSTANTS else None
+
+    def places(self, *numbers: int) -> list[tuple[int, int]]:
+        """(slot, row) of views."""
+        return [self.views[n] for n in numbers]
 
     def _row(self, register: str) -> None:
         if register not in self.rows:
@@ -93,7 +103,7 @@ class RegisterFile(dict):
     """View number -> array of 32 lanes ((32, 2) for packed types), for one warp."""
 
     def __init__(self, layout: Layout):
-        super().__init__(layout.constants)
+        super().__init__()
         self.layout = layout
         self.storage = {
             dtype: np.full(
@@ -106,11 +116,18 @@ class RegisterFile(dict):
         self.slots = [
             _look(self.storage[s], t, packed, part) for s, t, packed, part in layout.slots
         ]
+        self.slots: list = [*self.slots, layout.constants]  # S[CONSTANTS]
 
     def __missing__(self, number: int) -> np.ndarray:
         slot, row = self.layout.views[number]
         view = self[number] = self.slots[slot][row]
         return view
+
+    def release(self) -> None:
+        """Gives the memory back; agents in reports keep their warp, not its registers."""
+        self.clear()
+        self.storage.clear()
+        self.slots.clear()
 
     def set(self, register: str, values) -> None:
         """Writes a whole register (special registers at the start of a warp)."""

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
+from jax_dsa.emulator.memory import describe
+
 
 @dataclasses.dataclass(frozen=True)
 class Site:
@@ -51,6 +55,13 @@ class Race:
     second: Site
     missing: str
     count: int = 1
+
+    def again(self, name: str, cells, count: int = 1) -> Race:
+        """The race when it was found ``count`` times more, on ``cells`` of the memory ``name``."""
+        union = np.union1d(self.cells, cells)
+        where = describe(self.space, name, union)
+        count += self.count
+        return dataclasses.replace(self, cells=tuple(union.tolist()), where=where, count=count)
 
     def __str__(self) -> str:
         return (

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jax_dsa.emulator import parallel
 from jax_dsa.emulator.code import Code
+from jax_dsa.emulator.collector import little_to_walk
 from jax_dsa.emulator.errors import LaunchError
 from jax_dsa.emulator.events import Observer
 from jax_dsa.emulator.launch import Launch, Program, Settings, check, pack
@@ -49,18 +51,23 @@ def run(
         raise LaunchError(
             f"Settings.outputs names {sorted(unknown)}, which are not among {sorted(arrays)}."
         )
+    if settings.processes < 1:
+        raise LaunchError(f"Settings.processes is {settings.processes}; wanted 1 or more.")
     for each in launches:
         check(program, each, arrays)
+    bound = {each.kernel: program.code(each.kernel) for each in launches} | dict(codes or {})
+    with np.errstate(all="ignore"), little_to_walk():
+        return _run_all(bound, launches, arrays, settings, observers)
+
+
+def _run_all(codes, launches, arrays, settings: Settings, observers):
     heap = GlobalMemory(dict(arrays), settings.outputs)
     observers = [*make_observers(settings), *observers]
-    codes = codes or {}
     report = Report()
-    with np.errstate(all="ignore"):
-        for each in launches:
-            code = codes.get(each.kernel) or program.code(each.kernel)
-            report.steps += _run_one(code, each, heap, observers, settings)
-            if any(getattr(o, "stuck", False) for o in observers):
-                break
+    for each in launches:
+        report.steps += _run_one(codes[each.kernel], each, heap, observers, settings)
+        if any(getattr(o, "stuck", False) for o in observers):
+            break
     for observer in observers:
         observer.fill(report)
     return _results(arrays, heap), report
@@ -68,6 +75,10 @@ def run(
 
 def _run_one(code: Code, launch: Launch, heap: GlobalMemory, observers, settings: Settings) -> int:
     params, maps = pack(launch, code, heap)
+    if settings.processes > 1:
+        steps = parallel.run(code, launch, heap, params, maps, observers, settings)
+        if steps is not None:
+            return steps
     machine = Machine(code, launch, heap, params, maps, observers, settings.schedule, settings)
     machine.run()
     return machine.now

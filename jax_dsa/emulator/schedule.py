@@ -87,6 +87,14 @@ class Scheduler:
         self.counts: dict[tuple[int, int, int], int] = {}
         self._turn = False
 
+    def restart(self, cta: int) -> None:
+        """A CTA starts alone: its schedule depends on the seed and its number only."""
+        self.random = np.random.default_rng(
+            (self.schedule.seed, cta) if cta else self.schedule.seed
+        )
+        self.counts.clear()
+        self._turn = False
+
     def next(self):
         """The next Group or Op, taken out of its queue; None when nobody can move."""
         self._release_expired()
@@ -114,8 +122,8 @@ class Scheduler:
         return self.schedule.spurious > 0 and self.random.random() < self.schedule.spurious
 
     def leader(self, mask: np.ndarray) -> int:
-        lanes = np.flatnonzero(mask)
-        return int(lanes[0] if self.schedule.leader == "first" else lanes[-1])
+        lanes = mask.tobytes()
+        return lanes.find(1) if self.schedule.leader == "first" else lanes.rfind(1)
 
     # -- delays -----------------------------------------------------------------------------------
     def hold(self, group, ins) -> bool:

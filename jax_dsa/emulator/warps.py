@@ -73,6 +73,7 @@ class Warp:
 
     def __init__(self, cta: Cta, index: int, threads: int):
         self.machine, self.cta, self.index = cta.machine, cta, index
+        self.role = self.machine.role(index)
         self.registers = RegisterFile(self.machine.code.layout)
         self.exited = np.arange(LANES) >= threads
         self.trackers: dict[str, Tracker] = {}
@@ -90,13 +91,8 @@ class Warp:
             found = self.trackers[family] = Tracker()
         return found
 
-    @property
-    def role(self) -> str:
-        return self.machine.role(self.index)
-
     def __str__(self) -> str:
-        role = self.role
-        return f"CTA {self.cta} warp {self.index}" + (f" ({role})" if role else "")
+        return f"CTA {self.cta} warp {self.index}" + (f" ({self.role})" if self.role else "")
 
 
 class Cta:
@@ -119,6 +115,12 @@ class Cta:
 
     def __str__(self) -> str:
         return self.name
+
+    def release(self) -> None:
+        """The CTA has ended: what is kept for reports needs its name only."""
+        for warp in self.warps:
+            warp.registers.release()
+        del self.shared, self.tensor
 
     def named_barrier(self, number: int) -> NamedBarrier:
         found = self.named.get(number)

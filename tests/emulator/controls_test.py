@@ -8,6 +8,7 @@ interpreter that has nvidia-cutlass-dsl (default: the running one, which install
 when needed).
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -99,6 +100,15 @@ class ControlsTest(parameterized.TestCase):
             self.assertStartsWith(race.second.text, "tcgen05.mma")
             self.assertIn("tcgen05.wait::ld", race.missing)
         self.assert_right(s, outputs)
+
+    @parameterized.parameters("1.26.0", "1.27.0")
+    def test_two_processes_give_the_report_of_one(self, release):
+        s = subject(release, 576)
+        three = study.subject_of(s.control.compiled, dataclasses.replace(s.case, S=3))
+        one, two = (three.execute(Settings(processes=n)) for n in (1, 2))
+        self.assertEqual(repr(two[1]), repr(one[1]))
+        for name, array in one[0].items():
+            self.assertEqual(two[0][name].tobytes(), array.tobytes(), name)
 
     def test_1_26_with_one_tile_or_at_512_shows_the_deallocation_only(self):
         for s, count in ((subject("1.26.0", 576, lengths=(64,)), 4), (subject("1.26.0", 512), 2)):

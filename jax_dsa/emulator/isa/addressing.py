@@ -24,17 +24,19 @@ class Place(NamedTuple):
 
 
 ALL = np.arange(32)
+ONE_LANE = np.eye(32, dtype=bool)
+_WIDE = np.dtype(np.int64)
 
 
 def lane_numbers(group, active: np.ndarray) -> np.ndarray:
-    return ALL if active is group.mask and group.where is True else np.flatnonzero(active)
+    return ALL if active is group.mask and group.where is True else active.nonzero()[0]
 
 
 def addresses(group, lanes: np.ndarray, base: int, offset: int) -> np.ndarray:
     values = group.R[base]
     if lanes is not ALL:
         values = values[lanes]
-    return values.astype(np.int64) + offset
+    return values + offset if values.dtype == _WIDE else values.astype(_WIDE) + offset
 
 
 def shared_addresses(group, lanes: np.ndarray, base: int, offset: int) -> np.ndarray:
@@ -69,6 +71,9 @@ def places(
     """
     lanes = lane_numbers(group, active)
     where = addresses(group, lanes, base, offset)
+    whole = _in_one(group, space, lanes, where, size, align or size) if space else None
+    if whole is not None:
+        return [whole]
     low, high = int(np.minimum.reduce(where)), int(np.maximum.reduce(where)) + size
     space, origin = window(space, low)
     if origin:
@@ -79,6 +84,19 @@ def places(
     if memory is None:
         return _one_by_one(group, lanes, where, size, space, ins)
     return [Place(memory, where - memory.base, lanes)] if where.size else []
+
+
+def _in_one(group, space: str, lanes, where, size: int, align: int) -> Place | None:
+    """The usual case, aligned addresses in one memory, in as few passes as possible; else None."""
+    memory = locate(group, space, address := int(where[0]), address + size)
+    if memory is None:
+        return None
+    offsets = where - memory.first
+    bits = int(np.bitwise_or.reduce(offsets))  # not less than the largest, negative if one is
+    room = memory.limit - memory.first - size
+    if bits & align - 1 or bits < 0 or bits > room < int(np.maximum.reduce(offsets)):
+        return None
+    return Place(memory, offsets if memory.first == memory.base else where - memory.base, lanes)
 
 
 def _aligned(group, lanes, where, align: int, ins):
@@ -127,13 +145,13 @@ def told(group, ins, place: Place, size: int, kind: str) -> None:
 
 def uniform(group, active, view: int) -> int:
     """A source that the instruction takes from one thread: the first active lane's value."""
-    return int(group.R[view][int(np.argmax(active))])
+    return int(group.R[view][active.tobytes().find(1)])
 
 
 def distinct(values: np.ndarray) -> list[tuple[int, int]]:
     """(value, how many lanes) pairs; usually one."""
-    first = int(values[0])
-    if (values == values[0]).all():
-        return [(first, values.size)]
+    words = values.tolist()
+    if words.count(words[0]) == len(words):
+        return [(words[0], len(words))]
     found, counts = np.unique(values, return_counts=True)
     return list(zip(found.tolist(), counts.tolist(), strict=True))

@@ -1,7 +1,5 @@
-"""Binds the instructions of one kernel to closures over view numbers (see ``registers``).
-
-``value`` closures have the signature run(R, m): R maps view numbers to arrays, m is True or the
-mask of active lanes.
+"""Binds the instructions of one kernel to closures: value rows to ``steps.Step``, effects over view
+numbers (see ``registers``).
 """
 
 from __future__ import annotations
@@ -11,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy import copyto
 
 from jax_dsa.emulator import memory, registers
 from jax_dsa.emulator.errors import UnsupportedInstruction
-from jax_dsa.emulator.isa import numerics
+from jax_dsa.emulator.isa import numerics, steps
+from jax_dsa.emulator.isa.direct import UFUNCS, without_clamp
+from jax_dsa.emulator.isa.steps import Step
 from jax_dsa.emulator.ptx import syntax
 
 
@@ -101,32 +100,34 @@ class Assembler:
     # -- closures ---------------------------------------------------------------------------------
     def value(
         self, fn: Callable, instruction: syntax.Instruction, dst: str, src: list[str], ftz: bool
-    ):
-        """Closure of a value row: destination first, then the sources."""
+    ) -> Step:
+        """The step of a value row: destination first, then the sources."""
         target, *operands = instruction.operands
         types = [*src, *[src[-1]] * len(operands)][: len(operands)]
+        fn = UFUNCS.get(instruction.opcode, fn)
         if any(isinstance(o, syntax.Negated) for o in operands):
             fn = numerics.negating(fn, [isinstance(o, syntax.Negated) for o in operands])
             operands = [o.register if isinstance(o, syntax.Negated) else o for o in operands]
         if ftz:
             fn = numerics.flushing(fn)
-        sources = [self.source(o, t) for o, t in zip(operands, types, strict=True)]
+        numbers = [self.source(o, t) for o, t in zip(operands, types, strict=True)]
+        fn, numbers = without_clamp(fn, instruction.opcode, numbers, self.layout)
+        sources = self.layout.places(*numbers)
         if isinstance(target, syntax.Pair):
             return self._pair(fn, target, sources)
-        packed = dst in registers.PACKED
-        return assign(fn, self.destination(target, dst), sources, packed)
+        place = self.layout.views[self.destination(target, dst)]
+        return steps.assign(fn, place, sources, dst in registers.PACKED)
 
-    def _pair(self, fn, target: syntax.Pair, sources: list[int]):
+    def move(self, target: int, source: int) -> Step:
+        return steps.move(*self.layout.places(target, source))
+
+    def _pair(self, fn, target: syntax.Pair, sources) -> Step:
         """``p|q``: the second destination gets the complement (setp, PTX ISA 9.7.6)."""
         assert target.first and target.second
-        first = assign(fn, self.destination(target.first, "pred"), sources, False)
-        second = assign(lambda *x: ~fn(*x), self.destination(target.second, "pred"), sources, False)
-
-        def run(R, m):
-            first(R, m)
-            second(R, m)
-
-        return run
+        first, second = (self.destination(t, "pred") for t in (target.first, target.second))
+        first, second = self.layout.places(first, second)
+        complement = steps.assign(lambda *x: ~fn(*x), second, sources, False)
+        return steps.both(steps.assign(fn, first, sources, False), complement)
 
 
 def constant(value: int | float, type_: str) -> Any:
@@ -147,33 +148,3 @@ def constant(value: int | float, type_: str) -> Any:
 
 def _double_bits(value: float) -> int:
     return struct.unpack("<Q", struct.pack("<d", value))[0]
-
-
-def assign(fn: Callable, d: int, sources: Sequence[int], packed: bool):
-    """Closure that writes fn(sources) to view d under the mask; unrolled by arity because it runs
-    most often.
-    """
-    if packed:
-        return lambda R, m: copyto(
-            R[d], fn(*[R[s] for s in sources]), where=m if m is True else m[:, None]
-        )
-    if len(sources) == 1:
-        (a,) = sources
-        return lambda R, m: copyto(R[d], fn(R[a]), where=m)
-    if len(sources) == 2:
-        a, b = sources
-        return lambda R, m: copyto(R[d], fn(R[a], R[b]), where=m)
-    if len(sources) == 3:
-        a, b, c = sources
-        return lambda R, m: copyto(R[d], fn(R[a], R[b], R[c]), where=m)
-    return lambda R, m: copyto(R[d], fn(*[R[s] for s in sources]), where=m)
-
-
-def guarded(step: Callable, predicate: int, negated: bool):
-    """``@p`` before a value instruction: only lanes whose predicate holds write."""
-
-    def run(R, m):
-        p = R[predicate]
-        step(R, (~p if negated else p) & m)
-
-    return run

@@ -1,8 +1,10 @@
 """Logic, shifts, moves and bit fields (PTX ISA 9.7.8, 9.7.9.3-9.7.9.6, 9.7.1.14-9.7.1.21)."""
 
-import numpy as np
-from numpy import copyto
+import functools
 
+import numpy as np
+
+from jax_dsa.emulator.isa.steps import both
 from jax_dsa.emulator.isa.table import silent, value
 from jax_dsa.emulator.memory import PARAM_WINDOW, SHARED_WINDOW
 from jax_dsa.emulator.ptx import syntax
@@ -150,8 +152,7 @@ def mov(asm, instruction, parts):
         return _unpack(asm, target.items, source, parts[1])
     if isinstance(source, syntax.Vector):
         return _pack(asm, target, source.items, parts[1])
-    d, a = asm.destination(target, parts[1]), asm.source(source, parts[1])
-    return lambda R, m: copyto(R[d], R[a], where=m)
+    return asm.move(asm.destination(target, parts[1]), asm.source(source, parts[1]))
 
 
 def _piece(kind: str, count: int) -> str:
@@ -160,40 +161,25 @@ def _piece(kind: str, count: int) -> str:
 
 def _pack(asm, target, items, kind: str):
     piece = _piece(kind, len(items))
-    pairs = [(asm.part(target, piece, i), asm.source(item, piece)) for i, item in enumerate(items)]
     if any(isinstance(item, syntax.Register) and item.name == target.name for item in items):
-        return _pack_overlapping(pairs)
-
-    def run(R, m):
-        for d, a in pairs:
-            copyto(R[d], R[a], where=m)
-
-    return run
-
-
-def _pack_overlapping(pairs):
-    def run(R, m):
-        for (d, _), value_ in zip(pairs, [R[a].copy() for _, a in pairs], strict=True):
-            copyto(R[d], value_, where=m)
-
-    return run
+        raise TypeError("mov packs a register into itself")
+    moves = [
+        asm.move(asm.part(target, piece, i), asm.source(item, piece))
+        for i, item in enumerate(items)
+    ]
+    return functools.reduce(both, moves)
 
 
 def _unpack(asm, items, source, kind: str):
     piece = _piece(kind, len(items))
     if not isinstance(source, syntax.Register):
         raise TypeError("mov unpacks registers only")
-    pairs = [
-        (asm.destination(item, piece), asm.part(source, piece, i))
+    moves = [
+        asm.move(asm.destination(item, piece), asm.part(source, piece, i))
         for i, item in enumerate(items)
         if item is not None
     ]
-
-    def run(R, m):
-        for d, a in pairs:
-            copyto(R[d], R[a], where=m)
-
-    return run
+    return functools.reduce(both, moves)
 
 
 @value("cvta.param.u64")

@@ -17,6 +17,8 @@ from jax_dsa.emulator.memory import cells_of_bytes
 from jax_dsa.emulator.ptx.syntax import Immediate, Register
 
 FAMILY = "cp.async"
+NONE = bytes(32)
+_WORD = np.dtype(np.uint32)
 
 
 @effect("cp.async.{ca|cg}.shared{|::cta}.global{|.L2::cache_hint}{|.L2::64B|.L2::128B|.L2::256B}")
@@ -30,18 +32,22 @@ def cp_async(asm, ins, parts):
     read = _source_size(asm, ins, rest[0] if rest else None, size.value)
 
     def run(group, active):
-        group_lanes = lane_numbers(group, active)
-        bytes_read = read(group, group_lanes)
         targets = places(group, active, to, to_offset, size.value, "shared", ins)
-        wanted = active.copy()
-        wanted[group_lanes] = bytes_read > 0
+        lanes = lane_numbers(group, active)
+        limits = read(group, lanes) if read else None
+        if limits is not None and min(limits.tolist()) == size.value:
+            limits = None  # every lane reads all of it
+        wanted = active
+        if limits is not None:
+            wanted, some = active.copy(), limits
+            wanted[lanes] = some > 0
+            limits = np.zeros(32, np.int64)
+            limits[lanes] = some
         sources = (
             places(group, wanted, frm, from_offset, size.value, "global", ins)
-            if wanted.any()
+            if wanted.tobytes() != NONE
             else []
         )
-        limits = np.zeros(32, np.int64)
-        limits[group_lanes] = bytes_read
 
         def carry_out(op):
             _copy(group.machine, op, targets, sources, limits, size.value)
@@ -54,9 +60,11 @@ def cp_async(asm, ins, parts):
 
 
 def _source_size(asm, ins, operand, size: int):
-    """src-size (a number of bytes) or ignore-src (a predicate) as a function of the group."""
+    """src-size (a number of bytes) or ignore-src (a predicate) as a function of the group; None:
+    all bytes.
+    """
     if operand is None or isinstance(operand, Immediate) and operand.value == size:
-        return lambda group, lanes: np.full(lanes.size, size)
+        return None
     if isinstance(operand, Register) and operand.type == "pred":
         ignore = asm.source(operand, "pred")
         return lambda group, lanes: np.where(group.R[ignore][lanes], 0, size)
@@ -64,15 +72,14 @@ def _source_size(asm, ins, operand, size: int):
     return lambda group, lanes: np.minimum(group.R[count][lanes].astype(np.int64), size)
 
 
-def _copy(machine, op, targets, sources, limits: np.ndarray, size: int) -> None:
+def _copy(machine, op, targets, sources, limits: np.ndarray | None, size: int) -> None:
     """Reads words of four bytes of each lane, zeroes what lies beyond its limit, writes them."""
-    words = np.zeros((32, size // 4), np.uint32)
-    span = np.arange(size // 4)
+    words, count = np.zeros((32, size // 4), np.uint32), size // 4
     for place in sources:
-        words[place.lanes] = place.memory.views[4][(place.offsets >> 2)[:, None] + span]
+        words[place.lanes] = place.memory.rows(_WORD, count).take(place.offsets // size, axis=0)
         if machine.on.access:
             machine.on.access(op, op.ins, place.memory, cells_of_bytes(place.offsets, size), READ)
-    if (limits < size).any():
+    if limits is not None:
         keep = np.arange(size) < limits[:, None]
         words = (
             np.where(keep, words.view(np.uint8).reshape(32, size), 0)
@@ -80,7 +87,7 @@ def _copy(machine, op, targets, sources, limits: np.ndarray, size: int) -> None:
             .view(np.uint32)
         )
     for place in targets:
-        place.memory.views[4][(place.offsets >> 2)[:, None] + span] = words[place.lanes]
+        place.memory.rows(_WORD, count)[place.offsets // size] = words[place.lanes]
         if machine.on.access:
             machine.on.access(op, op.ins, place.memory, cells_of_bytes(place.offsets, size), WRITE)
 

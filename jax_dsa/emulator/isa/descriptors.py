@@ -26,6 +26,7 @@ class SharedDescriptor(NamedTuple):
     base: int = 0
 
     @classmethod
+    @functools.lru_cache(4096)  # noqa: B019  (of the class, not of an object)
     def decode(cls, word: int) -> SharedDescriptor | None:
         """None for fields that are not supported: base offset, absolute leading dimension, 32-byte
         atoms.
@@ -64,10 +65,18 @@ class InstructionDescriptor(NamedTuple):
     m: int
 
     @classmethod
+    @functools.lru_cache(256)  # noqa: B019  (of the class, not of an object)
     def decode(cls, word: int) -> InstructionDescriptor:
         flags = [bool(word >> bit & 1) for bit in (13, 14, 15, 16)]
         types = (word >> 4 & 3, word >> 7 & 7, word >> 10 & 7)
         return cls(*types, *flags, n=(word >> 17 & 63) << 3, m=(word >> 24 & 31) << 4)
+
+
+@functools.lru_cache(4096)
+def extent(descriptor: SharedDescriptor, rows: int, depth: int, mn_major: bool) -> tuple[int, int]:
+    """The lowest and the highest of ``element_addresses``."""
+    addresses = element_addresses(descriptor, rows, depth, mn_major)
+    return int(addresses.min()), int(addresses.max())
 
 
 @functools.lru_cache(4096)
@@ -104,14 +113,20 @@ def operand_bytes(
             "tensor core", group, ins, f"descriptor {word:#018x} has fields that are not supported"
         )
         return None
-    return bounded(group, ins, element_addresses(descriptor, rows, depth, mn_major))
+    low, high = extent(descriptor, rows, depth, mn_major)
+    if not _inside(group, ins, low, high):
+        return None
+    return element_addresses(descriptor, rows, depth, mn_major)
 
 
 def bounded(group, ins, addresses: np.ndarray) -> np.ndarray | None:
     """The addresses, or None after a report when they leave the CTA's shared memory."""
-    low, high = int(addresses.min()), int(addresses.max()) + 2
-    if group.cta.shared.locate(low, high) is not None:
-        return addresses
-    text = f"operand at shared bytes {low}..{high - 2}"
-    group.machine.fault("out of bounds", group, ins, text)
-    return None
+    inside = _inside(group, ins, int(addresses.min()), int(addresses.max()))
+    return addresses if inside else None
+
+
+def _inside(group, ins, low: int, high: int) -> bool:
+    if group.cta.shared.locate(low, high + 2) is not None:
+        return True
+    group.machine.fault("out of bounds", group, ins, f"operand at shared bytes {low}..{high}")
+    return False

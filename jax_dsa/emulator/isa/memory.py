@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_dsa.emulator.barriers import Flag
 from jax_dsa.emulator.events import ATOMIC, ATOMIC_READ, ATOMIC_WRITE, READ, WRITE
-from jax_dsa.emulator.isa.addressing import places, told
+from jax_dsa.emulator.isa.addressing import ALL, places, told
 from jax_dsa.emulator.isa.numerics import larger, narrow_bf16, smaller, widen_bf16
 from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.ptx.syntax import SIZES
@@ -86,24 +86,45 @@ def _forms(stem: str, space: str = SPACE, wide: str = "{|.global}") -> list[str]
 def ld(asm, ins, parts):
     """Load, one or several elements per lane (9.7.9.8, 9.7.9.9)."""
     type_, size, space = parts[-1], SIZES[parts[-1]], space_of(parts)
-    targets = [None if t is None else asm.destination(t, type_) for t in asm.items(ins.operands[0])]
+    destinations = [
+        None if t is None else asm.destination(t, type_) for t in asm.items(ins.operands[0])
+    ]
+    targets = [(i, t) for i, t in enumerate(destinations) if t is not None]
     base, offset = asm.address(ins.operands[1])
-    dtype, total, atomic = (
-        dtype_of(type_),
-        size * len(targets),
-        "relaxed" in parts or "acquire" in parts,
-    )
+    dtype, count = dtype_of(type_), len(destinations)
+    total, atomic = size * count, "relaxed" in parts or "acquire" in parts
+    fixed = asm.layout.constant_of(base)
+    if space == "param" and fixed is not None and (fixed[0] + offset) % total == 0:
+        return _bind_parameter(int(fixed[0]) + offset, targets, dtype, total, ins)
 
     def run(group, active):
         for place in places(group, active, base, offset, total, space, ins):
-            view, index = place.memory.views[size].view(dtype), place.offsets // size
-            for i, target in enumerate(targets):
-                if target is not None:
-                    group.R[target][place.lanes] = view.take(index + i)
+            rows = place.memory.rows(dtype, count).take(place.offsets // total, axis=0)
+            for i, target in targets:
+                if place.lanes is ALL:
+                    group.R[target][:] = rows[:, i]
+                else:
+                    group.R[target][place.lanes] = rows[:, i]
             if place.memory.space != "param":
                 told(group, ins, place, total, ATOMIC_READ if atomic else READ)
             if atomic:
                 _learn(group, ins, place, parts)
+
+    return run
+
+
+def _bind_parameter(address: int, targets, dtype: np.dtype, total: int, ins):
+    """A parameter at a fixed address: one value for all lanes."""
+
+    def run(group, active):
+        params = group.machine.params
+        if address + total > params.size:
+            text = f"accesses {total} bytes at param address {address:#x}"
+            group.machine.fault("out of bounds", group, ins, text)
+            return
+        values = params.typed(dtype)
+        for i, target in targets:
+            np.copyto(group.R[target], values[address // dtype.itemsize + i], where=active)
 
     return run
 
@@ -118,19 +139,18 @@ def st(asm, ins, parts):
     type_, size, space = parts[-1], SIZES[parts[-1]], space_of(parts)
     sources = [asm.source(s, type_) for s in asm.items(ins.operands[1])]
     base, offset = asm.address(ins.operands[0])
-    dtype, total, atomic = (
-        dtype_of(type_),
-        size * len(sources),
-        "relaxed" in parts or "release" in parts,
-    )
+    dtype, count = dtype_of(type_), len(sources)
+    total, atomic = size * count, "relaxed" in parts or "release" in parts
 
     def run(group, active):
         for place in places(group, active, base, offset, total, space, ins):
             if atomic:
                 _publish(group, ins, place, parts)
-            view, index = place.memory.views[size].view(dtype), place.offsets // size
-            for i, source in enumerate(sources):
-                view[index + i] = group.R[source][place.lanes]
+            index = place.offsets // total
+            if count == 1:
+                place.memory.typed(dtype)[index] = _of_lanes(group, sources[0], place.lanes)
+            else:
+                place.memory.rows(dtype, count)[index] = _stack(group, sources, place.lanes)
             told(group, ins, place, total, ATOMIC_WRITE if atomic else WRITE)
 
     return run
@@ -173,19 +193,18 @@ def _bind_atomic(asm, ins, parts, has_result: bool):
     sources = [[asm.source(item, type_) for item in column] for column in columns]
     size = dtype_of(element).itemsize
     total = dtype_of(type_).itemsize * (2 if element != type_ else 1) * len(sources[0])
-    fn, space = update_of(operation, type_), space_of(parts)
+    fn, space, dtype = update_of(operation, type_), space_of(parts), dtype_of(element)
+    count = total // size
 
     def run(group, active):
         for place in places(group, active, base, offset, total, space, ins):
             _publish(group, ins, place, parts)
             operands = [_stack(group, column, place.lanes) for column in sources]
-            old = apply(
-                place.memory.views[size].view(dtype_of(element)),
-                place.offsets // size,
-                fn,
-                operands,
-            )
-            per = old.shape[1] // max(len(targets), 1)
+            old = apply(place.memory.rows(dtype, count), place.offsets // total, fn, operands)
+            if group.machine.on.update:
+                form = (operation, type_, element, count)
+                group.machine.on.update(place.memory, form, place.offsets // total, operands)
+            per = count // max(len(targets), 1)
             for i, target in enumerate(targets):
                 if target is not None:
                     piece = old[:, i * per : (i + 1) * per]
@@ -196,23 +215,32 @@ def _bind_atomic(asm, ins, parts, has_result: bool):
     return run
 
 
+def _of_lanes(group, view: int, lanes: np.ndarray) -> np.ndarray:
+    values = group.R[view]
+    return values if lanes is ALL else values[lanes]
+
+
 def _stack(group, views, lanes) -> np.ndarray:
-    return np.concatenate([group.R[v][lanes].reshape(lanes.size, -1) for v in views], axis=1)
+    """Registers side by side: [lanes, elements]."""
+    columns = [_of_lanes(group, v, lanes) for v in views]
+    if columns[0].ndim > 1:
+        return np.concatenate(columns, axis=1)
+    stacked = np.empty((lanes.size, len(columns)), columns[0].dtype)
+    for i, column in enumerate(columns):
+        stacked[:, i] = column
+    return stacked
 
 
-def apply(view: np.ndarray, index: np.ndarray, fn, operands: list[np.ndarray]) -> np.ndarray:
-    """Read-modify-write of consecutive elements at each index, lane after lane where lanes collide;
-    old values.
-    """
-    where = index[:, None] + np.arange(operands[0].shape[1])
-    if np.unique(index).size == index.size:
-        old = view[where]
-        view[where] = fn(old, *operands)
+def apply(rows: np.ndarray, index: np.ndarray, fn, operands: list[np.ndarray]) -> np.ndarray:
+    """Read-modify-write of whole rows, lane after lane where lanes collide; the old rows."""
+    if len(set(index.tolist())) == index.size:
+        old = rows.take(index, axis=0)
+        rows[index] = fn(old, *operands)
         return old
     old = np.empty_like(operands[0])
-    for lane, row in enumerate(where):
-        old[lane] = view[row]
-        view[row] = fn(old[lane], *[o[lane] for o in operands])
+    for lane, row in enumerate(index.tolist()):
+        old[lane] = rows[row]
+        rows[row] = fn(old[lane], *[o[lane] for o in operands])
     return old
 
 

@@ -9,12 +9,13 @@ of the columns.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from jax_dsa.emulator.events import READ, WRITE
-from jax_dsa.emulator.isa.addressing import lane_numbers, uniform
+from jax_dsa.emulator.isa.addressing import ONE_LANE, lane_numbers
 from jax_dsa.emulator.isa.descriptors import InstructionDescriptor, operand_bytes
 from jax_dsa.emulator.isa.numerics import widen_bf16
 from jax_dsa.emulator.isa.table import effect
@@ -29,37 +30,47 @@ COLLECTOR = (
 
 class Accumulator(NamedTuple):
     """Where D lies: ``lanes`` [blocks, rows] of tensor memory; block b holds columns b*width.. of
-    D.
+    D. ``span`` are the lanes from the lowest to the highest.
     """
 
     lanes: np.ndarray
     column: int
     width: int
+    span: range
 
     def cells(self, memory) -> np.ndarray:
-        groups = np.unique(self.lanes // memory.GROUP)
-        return (
-            groups[:, None] * memory.COLUMNS + np.arange(self.column, self.column + self.width)
-        ).ravel()
+        lanes = self.lanes.tobytes()
+        return _cells(lanes, self.column, self.width, memory.GROUP, memory.COLUMNS)
 
 
+@functools.lru_cache(256)
+def _cells(lanes: bytes, column: int, width: int, group: int, columns: int) -> np.ndarray:
+    groups = np.unique(np.frombuffer(lanes, np.int64) // group)
+    return (groups[:, None] * columns + np.arange(column, column + width)).ravel()
+
+
+@functools.lru_cache(1024)
 def accumulator(address: int, m: int, n: int, ws: bool) -> Accumulator | None:
     """None when the address or shape has no layout."""
     lane, column, rows = address >> 16, address & 0xFFFF, np.arange(m)
+    lanes, width = None, n
     if ws and lane == 0 and m in (32, 64, 128):
-        blocks = 128 // m
-        return Accumulator(np.arange(128).reshape(blocks, m), column, n // blocks)
-    if not ws and m == 128 and lane == 0:
-        return Accumulator(rows[None], column, n)
-    if not ws and m == 64 and lane in (0, 16):
-        return Accumulator((lane + 32 * (rows // 16) + rows % 16)[None], column, n)
-    return None
+        lanes, width = np.arange(128).reshape(-1, m), n // (128 // m)
+    elif not ws and m == 128 and lane == 0:
+        lanes = rows[None]
+    elif not ws and m == 64 and lane in (0, 16):
+        lanes = (lane + 32 * (rows // 16) + rows % 16)[None]
+    if lanes is None:
+        return None
+    return Accumulator(lanes, column, width, range(int(lanes.min()), int(lanes.max()) + 1))
 
 
 class Operand(NamedTuple):
-    """A or B: shared-memory element addresses, or (A only) a column of tensor memory."""
+    """A or B: elements of shared memory (half their addresses), or (A only) a column of tensor
+    memory.
+    """
 
-    addresses: np.ndarray | None
+    elements: np.ndarray | None
     column: int
     type: int
     negate: bool
@@ -72,10 +83,8 @@ def _widen(bits: np.ndarray, type_: int, negate: bool) -> np.ndarray:
 
 def _rows(op, operand: Operand, d: Accumulator) -> np.ndarray:
     """A as float32 [blocks, M, 16]; from tensor memory each lane uses what its own lane holds."""
-    if operand.addresses is not None:
-        values = _widen(
-            op.cta.shared.views[2][operand.addresses >> 1], operand.type, operand.negate
-        )
+    if operand.elements is not None:
+        values = _widen(op.cta.shared.views[2].take(operand.elements), operand.type, operand.negate)
         return np.broadcast_to(values, (d.lanes.shape[0], *values.shape))
     words = op.cta.tensor.words[d.lanes[..., None], operand.column + np.arange(DEPTH // 2)]
     return _widen(np.ascontiguousarray(words).view(np.uint16), operand.type, operand.negate)
@@ -84,8 +93,8 @@ def _rows(op, operand: Operand, d: Accumulator) -> np.ndarray:
 def _multiply(op, a: Operand, b: Operand, d: Accumulator, accumulate: bool) -> None:
     floats = op.cta.tensor.floats
     rows = _rows(op, a, d)
-    assert b.addresses is not None
-    columns = _widen(op.cta.shared.views[2][b.addresses >> 1], b.type, b.negate)
+    assert b.elements is not None
+    columns = _widen(op.cta.shared.views[2].take(b.elements), b.type, b.negate)
     slices = columns.reshape(d.lanes.shape[0], d.width, DEPTH)
     target = slice(d.column, d.column + d.width)
     for lanes, left, right in zip(d.lanes, rows, slices, strict=True):
@@ -97,14 +106,14 @@ def _tell(op, a: Operand, b: Operand, d: Accumulator, accumulate: bool) -> None:
     access, memory, shared = op.group.machine.on.access, op.cta.tensor, op.cta.shared
     if not access:
         return
-    assert b.addresses is not None
+    assert b.elements is not None
     cells = d.cells(memory)
-    if a.addresses is not None:
-        access(op, op.ins, shared, (a.addresses >> 1).ravel(), READ)
+    if a.elements is not None:
+        access(op, op.ins, shared, a.elements.reshape(-1), READ)
     else:
-        source = Accumulator(d.lanes, a.column, DEPTH // 2)
+        source = d._replace(column=a.column, width=DEPTH // 2)
         access(op, op.ins, memory, source.cells(memory), READ)
-    access(op, op.ins, shared, (b.addresses >> 1).ravel(), READ)
+    access(op, op.ins, shared, b.elements.reshape(-1), READ)
     if accumulate:
         access(op, op.ins, memory, cells, READ)
     access(op, op.ins, memory, cells, WRITE)
@@ -136,27 +145,22 @@ def _unsupported(descriptor: InstructionDescriptor) -> str:
 
 
 def _operands(
-    group, ins, active, s: _Sources, shape: InstructionDescriptor
+    group, ins, lane: int, s: _Sources, shape: InstructionDescriptor
 ) -> tuple[Operand, Operand] | None:
+    R, column, a = group.R, 0, None
     if s.a_address is not None:
-        column = (uniform(group, active, s.a_address[0]) + s.a_address[1]) & 0xFFFF
+        column = (int(R[s.a_address[0]][lane]) + s.a_address[1]) & 0xFFFF
         owned(group, ins, column, DEPTH // 2, range(128))
-        a_bytes = None
     else:
-        column = 0
-        a_bytes = operand_bytes(
-            group, ins, uniform(group, active, s.a), shape.m, DEPTH, shape.a_mn_major
-        )
-        if a_bytes is None:
+        a = operand_bytes(group, ins, int(R[s.a][lane]), shape.m, DEPTH, shape.a_mn_major)
+        if a is None:
             return None
-    b_bytes = operand_bytes(
-        group, ins, uniform(group, active, s.b), shape.n, DEPTH, shape.b_mn_major
-    )
-    if b_bytes is None:
+    b = operand_bytes(group, ins, int(R[s.b][lane]), shape.n, DEPTH, shape.b_mn_major)
+    if b is None:
         return None
     return (
-        Operand(a_bytes, column, shape.a_type, shape.negate_a),
-        Operand(b_bytes, 0, shape.b_type, shape.negate_b),
+        Operand(None if a is None else a >> 1, column, shape.a_type, shape.negate_a),
+        Operand(b >> 1, 0, shape.b_type, shape.negate_b),
     )
 
 
@@ -165,37 +169,35 @@ def _bind(asm, ins, ws: bool):
 
     def run(group, active):
         for lane in lane_numbers(group, active).tolist():
-            _issue(group, ins, np.arange(32) == lane, s, ws)
+            _issue(group, ins, lane, s, ws)
 
     return run
 
 
-def _issue(group, ins, active, s: _Sources, ws: bool) -> None:
-    machine = group.machine
-    shape = InstructionDescriptor.decode(uniform(group, active, s.descriptor))
-    address = uniform(group, active, s.d[0]) + s.d[1]
+def _issue(group, ins, lane: int, s: _Sources, ws: bool) -> None:
+    machine, R = group.machine, group.R
+    shape = InstructionDescriptor.decode(int(R[s.descriptor][lane]))
+    address = int(R[s.d[0]][lane]) + s.d[1]
     d = accumulator(address, shape.m, shape.n, ws)
     problem = _unsupported(shape)
     if d is None:
         problem = f"no layout for M={shape.m} N={shape.n} at tensor address {address:#x}"
-    elif any(uniform(group, active, m) for m in s.disabled):
+    elif any(R[m][lane] for m in s.disabled):
         problem = "disabled output lanes are not supported"
     if problem or d is None:
         machine.fault("tensor core", group, ins, problem)
         return
-    operands = _operands(group, ins, active, s, shape)
-    if operands is None or not owned(
-        group, ins, d.column, d.width, range(int(d.lanes.min()), int(d.lanes.max()) + 1)
-    ):
+    operands = _operands(group, ins, lane, s, shape)
+    if operands is None or not owned(group, ins, d.column, d.width, d.span):
         return
-    accumulate = bool(uniform(group, active, s.accumulate))
+    accumulate = bool(R[s.accumulate][lane])
 
     def carry_out(op):
         _multiply(op, *operands, d, accumulate)
         _tell(op, *operands, d, accumulate)
 
     chain = ("mma", id(group.warp), address, shape.m, shape.n, ws)
-    issue_tcgen05(group, ins, active, "mma", chain, carry_out)
+    issue_tcgen05(group, ins, ONE_LANE[lane], "mma", chain, carry_out)
 
 
 @effect(f"tcgen05.mma.cta_group::1.kind::f16{COLLECTOR}")

@@ -86,9 +86,7 @@ def effect(*templates: str):
 
 
 def silent(*templates: str):
-    """Registers ``bind(asm, instruction, parts) -> run(registers, mask)`` for value rows of unusual
-    shape.
-    """
+    """Registers ``bind(asm, instruction, parts) -> Step`` for value rows of unusual shape."""
     return _binder(templates, False)
 
 

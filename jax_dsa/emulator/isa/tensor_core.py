@@ -115,7 +115,7 @@ def owned(group, ins, columns: int, count: int, lanes: range) -> bool:
         )
         group.machine.fault("tensor memory", group, ins, text)
         return False
-    if not memory.allocated[columns : columns + count].all():
+    if not np.logical_and.reduce(memory.allocated[columns : columns + count]):
         free = columns + int(np.argmin(memory.allocated[columns : columns + count]))
         group.machine.fault("tensor memory", group, ins, f"column {free} is not allocated")
     return True
@@ -145,6 +145,7 @@ class Window:
     def __init__(self, shape: str, repeat: int):
         self.rows, self.columns, self.lanes = fragment(shape, repeat)
         self.count = int(self.columns.max()) + 1
+        self.words = self.rows * TensorMemory.COLUMNS + self.columns
 
     def locate(self, group, ins, address: int) -> tuple[int, int] | None:
         """(lane, column) of an address that the warp may use; a warp reaches the lanes of its
@@ -193,9 +194,13 @@ def ld(asm, ins, parts):
             return
         lane, column = at
         memory = group.cta.tensor
-        values = memory.words[lane + window.rows, column + window.columns]
+        values = memory.words.take(window.words + (lane * memory.COLUMNS + column))
+        whole, R = active is group.mask and group.where is True, group.R
         for target, row in zip(targets, values, strict=True):
-            np.copyto(group.R[target], row, where=group.where if active is group.mask else active)
+            if whole:
+                R[target][:] = row
+            else:
+                np.copyto(R[target], row, where=active)
         cells = memory.cells_of(range(lane, lane + window.lanes), column, window.count)
         _start(group, ins, active, "ld", LD, memory, cells, READ, lambda: None)
 

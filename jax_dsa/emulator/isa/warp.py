@@ -9,6 +9,7 @@ import functools
 import numpy as np
 
 from jax_dsa.emulator.isa import numerics
+from jax_dsa.emulator.isa.addressing import ONE_LANE
 from jax_dsa.emulator.isa.table import effect
 from jax_dsa.emulator.ptx.syntax import Negated, Pair
 from jax_dsa.emulator.registers import LANES
@@ -30,8 +31,17 @@ def _member_check(group, active, members: np.ndarray, ins) -> None:
         )
 
 
-def _source_lane(mode: str, b: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lane that each lane reads and whether it is in range (9.7.9.6)."""
+@functools.lru_cache(1024)
+def _source_lane(mode: str, by: bytes, clamps: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Lane that each lane reads (its own one when out of range) and whether it is in range
+    (9.7.9.6).
+    """
+    b, clamp = (np.frombuffer(x, np.uint32).astype(np.int64) for x in (by, clamps))
+    lane, ok = _wanted_lane(mode, b & 31, clamp)
+    return np.where(ok, np.clip(lane, 0, 31), _LANE), ok
+
+
+def _wanted_lane(mode: str, b: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     segment = clamp >> 8 & 31
     bound = clamp & 31
     low = _LANE & segment
@@ -56,8 +66,8 @@ def shfl(asm, ins, parts):
     def run(group, active):
         R = group.R
         _member_check(group, active, R[k], ins)
-        lane, ok = _source_lane(mode, R[b].astype(np.int64) & 31, R[c].astype(np.int64))
-        values = np.where(ok, R[a][np.clip(lane, 0, 31)], R[a])
+        lane, ok = _source_lane(mode, R[b].tobytes(), R[c].tobytes())
+        values = R[a][lane]
         if d is not None:
             np.copyto(R[d], values, where=active)
         if p is not None:
@@ -130,7 +140,7 @@ def elect(asm, ins, parts):
         leader = group.machine.scheduler.leader(active)
         if d is not None:
             group.R[d][active] = leader
-        group.R[p][active] = _LANE[active] == leader
+        np.copyto(group.R[p], ONE_LANE[leader], where=active)
 
     return run
 

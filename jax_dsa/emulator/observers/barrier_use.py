@@ -9,6 +9,7 @@ import numpy as np
 from jax_dsa.emulator.barriers import Mbarrier
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import Observer
+from jax_dsa.emulator.observers.faults import add_new
 from jax_dsa.emulator.report import Fault, Report, Site
 
 
@@ -65,6 +66,16 @@ class BarrierUse(Observer):
                 " last warp-level barrier"
             )
             self.lints.setdefault((site.line, site.role), Fault("single-lane arrive", site, text))
+
+    def fresh(self) -> BarrierUse:
+        return BarrierUse(self.want_lints)
+
+    def hand_over(self) -> tuple:
+        return self.faults, self.lints
+
+    def adopt(self, found: tuple, machine, touched) -> None:
+        add_new(self.faults, found[0])
+        add_new(self.lints, found[1])
 
     def fill(self, report: Report) -> None:
         report.faults = (*report.faults, *self.faults.values())

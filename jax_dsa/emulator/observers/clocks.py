@@ -95,14 +95,34 @@ class Components:
     def who(self, component: int, tick: int) -> tuple:
         return self.history[component][tick - 1]
 
-    def view(self, clock: Clock, row: int) -> np.ndarray:
+    def known(self, clock: Clock, row: int) -> Known:
         """What an access checks earlier accesses against; ``row`` SHARED or GLOBAL: as the
-        asynchronous proxy sees them.
+        asynchronous proxy sees them; AFTER: as tcgen05 fences have let them through.
         """
         clock.grow(len(self.history))
-        if row == ORDER:
-            return clock.rows[ORDER]
         size = clock.rows.shape[1]
         if self.generic.size < size:
             self.generic = np.concatenate((self.generic, np.ones(size - self.generic.size, bool)))
-        return np.where(self.generic[:size], clock.rows[row], clock.rows[ORDER])
+        return Known(clock.rows, row, self.generic)
+
+
+class Known:
+    """How much of each component an access may rely on."""
+
+    __slots__ = ("_rows", "_row", "_generic", "_whole")
+
+    def __init__(self, rows: np.ndarray, row: int, generic: np.ndarray):
+        self._rows, self._row, self._generic = rows, row, generic
+        self._whole = rows[row] if row in (ORDER, AFTER) else None
+
+    def of(self, component: int) -> int:
+        """The newest known tick of one component."""
+        proxy = self._row in (SHARED, GLOBAL) and not self._generic[component]
+        return self._rows.item(ORDER if proxy else self._row, component)
+
+    def row(self) -> np.ndarray:
+        """The newest known tick of every component."""
+        if self._whole is None:
+            generic = self._generic[: self._rows.shape[1]]
+            self._whole = np.where(generic, self._rows[self._row], self._rows[ORDER])
+        return self._whole

@@ -21,6 +21,15 @@ class Coverage(Observer):
     def execute(self, group, pc: int) -> None:
         self.current.add(pc)
 
+    def fresh(self) -> Coverage:
+        return Coverage()
+
+    def hand_over(self) -> set[int]:
+        return self.current
+
+    def adopt(self, found: set[int], machine, touched) -> None:
+        self.current |= found
+
     def fill(self, report: Report) -> None:
         for name, starts in self.starts.items():
             code = self.codes[name]

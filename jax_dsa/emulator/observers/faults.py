@@ -11,11 +11,17 @@ from jax_dsa.emulator.events import Observer
 from jax_dsa.emulator.report import Fault, Report, Site
 
 
+def add_new(known: dict, more: dict) -> None:
+    """Findings of which the first one counts."""
+    for key, value in more.items():
+        known.setdefault(key, value)
+
+
 class Faults(Observer):
     """Collects faults, each (kind, line, warp) once, with a count."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple, Fault] = {}
+        self.collected: dict[tuple, Fault] = {}
         self.lints: dict[tuple, Fault] = {}
         self.deadlocks: list[str] = []
         self.stuck = False
@@ -23,8 +29,8 @@ class Faults(Observer):
     def fault(self, kind: str, agent, ins, text: str) -> None:
         site = Site.of(agent, ins)
         key = (kind, site.line, site.warp, site.cta)
-        known = self.found.get(key)
-        self.found[key] = (
+        known = self.collected.get(key)
+        self.collected[key] = (
             dataclasses.replace(known, count=known.count + 1) if known else Fault(kind, site, text)
         )
 
@@ -38,7 +44,20 @@ class Faults(Observer):
             f"{machine.code.kernel.name}: nobody can move\n  " + "\n  ".join(states)
         )
 
+    def fresh(self) -> Faults:
+        return Faults()
+
+    def hand_over(self) -> tuple:
+        return self.collected, self.lints, self.deadlocks
+
+    def adopt(self, found: tuple, machine, touched) -> None:
+        faults, lints, deadlocks = found
+        self.collected.update(faults)  # their keys name the CTA
+        add_new(self.lints, lints)
+        self.deadlocks += deadlocks
+        self.stuck = bool(self.deadlocks)
+
     def fill(self, report: Report) -> None:
-        report.faults = (*report.faults, *self.found.values())
+        report.faults = (*report.faults, *self.collected.values())
         report.lints = (*report.lints, *self.lints.values())
         report.deadlocks = tuple(self.deadlocks)

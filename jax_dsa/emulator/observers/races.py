@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import ATOMIC, ATOMIC_READ, ATOMIC_WRITE, READ, WRITE, Observer
+from jax_dsa.emulator.memory import describe
 from jax_dsa.emulator.observers import clocks
 from jax_dsa.emulator.observers.clocks import (
     AFTER,
@@ -21,7 +22,8 @@ from jax_dsa.emulator.observers.clocks import (
     Clock,
     Components,
 )
-from jax_dsa.emulator.observers.shadow import Conflict, Shadow, as_array
+from jax_dsa.emulator.observers.faults import add_new
+from jax_dsa.emulator.observers.shadow import Conflict, Shadow, Written, as_array
 from jax_dsa.emulator.observers.words import missing_edge
 from jax_dsa.emulator.report import Fault, Race, Report, Site
 
@@ -65,6 +67,7 @@ class Races(Observer):
         self.races: dict[tuple, Race] = {}
         self.faults: dict[tuple, Fault] = {}
         self.lints: dict[tuple, Fault] = {}
+        self.names: dict[tuple, str] = {}  # of the memory of each race's latest finding
         self.want_lints = lints
         self.shadows: dict[int, tuple[Any, Shadow]] = {}  # by id of the memory, kept with it
 
@@ -261,12 +264,13 @@ class Races(Observer):
             clock, row, component = self._of(agent), ORDER, self.own[agent]
             tick = self.components.tick(component, agent, ins)
             clock.set(component, tick)
-        known = self.components.view(clock, row)
+        found = shadow.written(cells)
         if kind not in (WRITE, ATOMIC_WRITE):
-            self._unwritten(agent, ins, memory, shadow, cells)
+            self._unwritten(agent, ins, memory, found)
         if self.want_lints and memory.space == "tensor":
-            self._strict(agent, ins, cells, kind, clock, shadow)
-        for conflict in getattr(shadow, _CHECKS[kind])(cells, component, tick, known):
+            self._strict(agent, ins, found, kind, clock, shadow)
+        check = getattr(shadow, _CHECKS[kind])
+        for conflict in check(found, component, tick, self.components.known(clock, row)):
             self._report(agent, ins, memory, conflict, kind, row)
         if ins.opcode.startswith("mbarrier.init"):
             self.inits[agent.cta, int(as_array(cells)[0]) * 2] = (component, tick)
@@ -282,48 +286,50 @@ class Races(Observer):
         first, second = Site.of(first_agent, first_ins), Site.of(agent, ins)
         key = (memory.space, first.line, second.line, conflict.kind, kind)
         known = self.races.get(key)
+        self.names[key] = memory.name
         if known is not None:
-            cells = tuple(np.union1d(known.cells, conflict.cells).tolist())
-            where = memory.describe(np.array(cells))
-            self.races[key] = dataclasses.replace(
-                known, cells=cells, where=where, count=known.count + 1
-            )
+            self.races[key] = known.again(memory.name, conflict.cells)
             return
         clock = self.work[agent].clock if isinstance(agent, Op) else self._of(agent)
         issued = self.work[first_agent].issued if isinstance(first_agent, Op) else None
         missing = missing_edge(conflict, first_agent, agent, clock, issued, row)
         cells = np.unique(conflict.cells)
-        where = memory.describe(cells)
+        where = describe(memory.space, memory.name, cells)
         kinds = (conflict.kind, kind)
         self.races[key] = Race(
             memory.space, where, tuple(cells.tolist()), kinds, first, second, missing
         )
 
-    def _unwritten(self, agent, ins, memory, shadow: Shadow, cells) -> None:
-        missing = shadow.unwritten(cells)
+    def _unwritten(self, agent, ins, memory, found: Written) -> None:
+        missing = found.unwritten()
         if not missing.size:
             return
         site = Site.of(agent, ins)
         key = ("uninitialised", site.line, site.warp)
         known = self.faults.get(key)
-        text = f"reads {memory.describe(np.unique(missing))}, which nobody has written"
+        where = describe(memory.space, memory.name, np.unique(missing))
+        text = f"reads {where}, which nobody has written"
         self.faults[key] = (
             dataclasses.replace(known, count=known.count + 1)
             if known
             else Fault(key[0], site, text)
         )
 
-    def _strict(self, agent, ins, cells, kind: str, clock: Clock, shadow: Shadow) -> None:
+    def _strict(self, agent, ins, found: Written, kind: str, clock: Clock, shadow: Shadow) -> None:
         """Lint: tensor-memory work of another thread is ordered by barriers alone, without the pair
         of fences.
         """
         if not isinstance(agent, Op) or agent.kind not in _TENSOR_OPS:
             return
-        earlier = shadow.earlier(cells, clock.rows[AFTER], kind == WRITE)
+        passed = self.components.known(clock, AFTER)
+        earlier = shadow.earlier(found, passed, kind == WRITE)
         for component, tick in earlier:
             first_agent, first_ins = self.components.who(component, tick)
             other = isinstance(first_agent, Op) and first_agent.group.warp is not agent.group.warp
             if not other or clock.get(component) < tick:
+                continue
+            key = ("fence", ins.line, first_ins.line)
+            if key in self.lints:
                 continue
             site = Site.of(agent, ins)
             text = (
@@ -331,9 +337,7 @@ class Races(Observer):
                 f" tcgen05.fence::before_thread_sync /"
                 " ::after_thread_sync are missing on the way"
             )
-            self.lints.setdefault(
-                ("fence", site.line, first_ins.line), Fault("tcgen05 fence", site, text)
-            )
+            self.lints[key] = Fault("tcgen05 fence", site, text)
 
     # -- the end ----------------------------------------------------------------------------------
     def leave(self, cta) -> None:
@@ -341,6 +345,7 @@ class Races(Observer):
         ends.
         """
         final = Clock()
+        self.components.free.clear()  # so that numbers of components go up with time
         for group in [g for g in self.clock if g.cta is cta]:
             final.join(self.clock.pop(group))
             self.own.pop(group)
@@ -356,6 +361,37 @@ class Races(Observer):
         site = Site.of(op, op.ins)
         text = "nobody has waited for it when the CTA ends"
         self.faults.setdefault(("async at exit", site.line), Fault("async at exit", site, text))
+
+    # -- several processes ------------------------------------------------------------------------
+    def fresh(self) -> Races:
+        """One that knows what earlier launches wrote."""
+        new = Races(self.want_lints)
+        for memory, shadow in self.shadows.values():
+            new._shadow(memory).last[:] = shadow.last
+        return new
+
+    def hand_over(self) -> tuple:
+        return self.races, self.names, self.faults, self.lints
+
+    def adopt(self, found: tuple, machine, touched) -> None:
+        """The next CTA's findings; it touches nothing that others wrote."""
+        races, labels, faults, lints = found
+        for key, race in races.items():
+            known = self.races.get(key)
+            self.races[key] = (
+                race if known is None else known.again(labels[key], race.cells, race.count)
+            )
+        for key, fault in faults.items():
+            known = self.faults.get(key)
+            if known is None:
+                self.faults[key] = fault
+            elif fault.kind == "uninitialised":
+                count = known.count + fault.count
+                self.faults[key] = dataclasses.replace(known, count=count)
+        add_new(self.lints, lints)
+        for kind in (WRITE, ATOMIC):
+            for name, flags in touched[kind].items():
+                self._shadow(machine.memory.buffers[name]).last[flags] = 0
 
     def fill(self, report: Report) -> None:
         report.races = (*report.races, *self.races.values())

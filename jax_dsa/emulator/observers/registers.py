@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jax_dsa.emulator.events import Observer
+from jax_dsa.emulator.observers.faults import add_new
 from jax_dsa.emulator.ptx.syntax import Address, Instruction, Negated, Pair, Register, Vector
 from jax_dsa.emulator.report import Fault, Report, Site
 
@@ -52,6 +53,7 @@ class Use:
     def __init__(self, code):
         self.code = code
         self.bit = {name: 1 << i for i, name in enumerate(code.kernel.registers)}
+        self.single: dict[int, tuple[int, int]] = {}
         self.cache: dict[int, tuple[int, int]] = {}
 
     def bits(self, operands) -> int:
@@ -63,9 +65,12 @@ class Use:
 
     def instruction(self, ins: Instruction) -> tuple[int, int]:
         """(read, written) of one instruction."""
-        written = destinations(ins)
-        sources = ins.operands[len(written) :] + ((ins.guard,) if ins.guard is not None else ())
-        return self.bits(sources), self.bits(written)
+        found = self.single.get(ins.pc)
+        if found is None:
+            written = destinations(ins)
+            sources = ins.operands[len(written) :] + ((ins.guard,) if ins.guard is not None else ())
+            found = self.single[ins.pc] = self.bits(sources), self.bits(written)
+        return found
 
     def piece(self, start: int) -> tuple[int, int]:
         """(read before written, written) of the piece that starts at ``start``."""
@@ -88,23 +93,29 @@ class RegisterUse(Observer):
         self.faults: dict[tuple, Fault] = {}
         self.lints: dict[tuple, Fault] = {}
         self.loading: dict[object, int] = {}
-        self.uses: dict[int, Use] = {}
+        self.done: set[tuple] = set()  # (warp, piece): executed before, so that it brings no news
 
     def launch(self, machine) -> None:
-        self.table = self.uses.setdefault(id(machine.code), Use(machine.code))
+        notes = machine.code.notes
+        self.table = notes.get(Use) or notes.setdefault(Use, Use(machine.code))
+        self.done.clear()
         self.loading.clear()
 
     def execute(self, group, pc: int) -> None:
-        reads, writes = self.table.piece(pc)
         warp = group.warp
-        unknown = reads & ~warp.written
-        warp.written |= writes
-        if unknown:
-            self._unknown(group, pc, unknown)
-        loading = self.loading.get(warp, 0)
-        if loading & reads:
-            self._early(group, pc, loading & reads)
-            self.loading[warp] = loading & ~reads
+        if (warp, pc) not in self.done:
+            self.done.add((warp, pc))
+            reads, writes = self.table.piece(pc)
+            unknown = reads & ~warp.written
+            warp.written |= writes
+            if unknown:
+                self._unknown(group, pc, unknown)
+        loading = self.loading.get(warp)
+        if loading:
+            early = loading & self.table.piece(pc)[0]
+            if early:
+                self._early(group, pc, early)
+                self.loading[warp] = loading & ~early
 
     def issue(self, op) -> None:
         if op.kind == "ld":
@@ -135,6 +146,16 @@ class RegisterUse(Observer):
         site = Site.of(group, self._first(pc, wanted))
         text = "uses registers of a tcgen05.ld before tcgen05.wait::ld"
         self.lints.setdefault((site.line, site.role), Fault("early use", site, text))
+
+    def fresh(self) -> RegisterUse:
+        return RegisterUse(self.want_lints)
+
+    def hand_over(self) -> tuple:
+        return self.faults, self.lints
+
+    def adopt(self, found: tuple, machine, touched) -> None:
+        add_new(self.faults, found[0])
+        add_new(self.lints, found[1])
 
     def fill(self, report: Report) -> None:
         report.faults = (*report.faults, *self.faults.values())

@@ -1,8 +1,8 @@
 """Shadow memory: who wrote each cell last, and everyone who has read it or updated it atomically.
 
-A tick is the position of an access in its component. Tick 0 in component 0 is "before the launch";
-component -1 has
-never been written. All concurrent readers are kept, each in a row of its component.
+A tick is the position of an access in its component. Tick 0 in component 0 is "before the launch".
+A *key* is component << 32 | tick, -1 for a cell that has never been written. All concurrent readers
+are kept, each in a row of its component.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+
+from jax_dsa.emulator.observers.clocks import Known
+
+_TICK = 0xFFFFFFFF
+NOBODY = -1
 
 
 class Conflict(NamedTuple):
@@ -19,6 +24,41 @@ class Conflict(NamedTuple):
     component: int
     tick: int
     cells: np.ndarray
+
+
+class Written(NamedTuple):
+    """Cells of one access with the keys of their last writes; ``only``: the key that all share, or
+    None.
+    """
+
+    cells: slice | np.ndarray
+    keys: np.ndarray
+    only: int | None
+
+    def unwritten(self) -> np.ndarray:
+        """Cells that nobody has written."""
+        if self.only is not None:
+            return as_array(self.cells) if self.only < 0 else _NO_CELLS
+        missing = self.keys < 0
+        return as_array(self.cells)[missing] if holds_somewhere(missing) else _NO_CELLS
+
+    def unknown(self, known: Known) -> np.ndarray | None:
+        """Where the last write is not covered by ``known``; None: nowhere."""
+        if self.only is not None:
+            if self.only < 0 or self.only & _TICK <= known.of(self.only >> 32):
+                return None
+            return np.ones(self.keys.size, bool)
+        keys = np.maximum(self.keys, 0)
+        bad = keys & _TICK > known.row()[keys >> 32]
+        return bad if holds_somewhere(bad) else None
+
+    def distinct(self, where: np.ndarray) -> list[int]:
+        """The keys there, ascending."""
+        return _distinct(self.keys[where]) if self.only is None else [self.only]
+
+    def conflicts(self, known: Known) -> list[Conflict]:
+        bad = self.unknown(known)
+        return [] if bad is None else _by_key("write", self.keys[bad], as_array(self.cells)[bad])
 
 
 class Table:
@@ -47,114 +87,132 @@ class Table:
         self.components[row] = component
         return row
 
-    def conflicts(self, cells, known: np.ndarray, kind: str) -> list[Conflict]:
-        """Accesses of cells that ``known`` does not cover."""
+    def suspects(self, cells, known: Known):
+        """(component, ticks of the cells, where ``known`` does not cover them) per component that
+        has such.
+        """
         count = len(self.rows)
-        if not count:
-            return []
-        limits = known[self.components[:count]]
-        suspects = np.flatnonzero(self.newest[:count] > limits)
-        found = []
-        for row in suspects.tolist():
+        components = self.components[:count]
+        limits = known.row()[components]
+        late = self.newest[:count] > limits
+        for row in late.nonzero()[0].tolist() if holds_somewhere(late) else ():
             ticks = self.ticks[row][cells]
             bad = ticks > limits[row]
-            if np.logical_or.reduce(bad):
-                component = int(self.components[row])
-                found += _by_tick(kind, np.full(ticks.shape, component), ticks, bad, cells)
+            if holds_somewhere(bad):
+                yield int(components[row]), ticks, bad
+
+    def conflicts(self, cells, known: Known, kind: str) -> list[Conflict]:
+        """Accesses of cells that ``known`` does not cover."""
+        found = []
+        for component, ticks, bad in self.suspects(cells, known):
+            keys = ticks[bad].astype(np.int64) | component << 32
+            found += _by_key(kind, keys, as_array(cells)[bad])
         return found
 
 
 class Shadow:
-    """Races on one memory. Methods return conflicts; ``known`` is Components.view of the accessing
-    agent.
+    """Races on one memory. Methods return conflicts; ``known`` is what the accessing agent knows.
+
+    An access asks ``written`` once and hands the answer on.
     """
 
     def __init__(self, cells: int, initialised: bool):
-        self.component = np.full(cells, 0 if initialised else -1, np.int32)
-        self.tick = np.zeros(cells, np.int32)
+        self.last = np.full(cells, 0 if initialised else NOBODY, np.int64)
         self.cells = cells
         self.readers: Table | None = None
         self.updaters: Table | None = None
         self.loaders: Table | None = None
+        self.untouched = initialised  # nobody has written since the launch
 
-    def read(self, cells, component: int, tick: int, known: np.ndarray) -> list[Conflict]:
-        found = self._writes(cells, known)
+    def written(self, cells) -> Written:
+        """The last writes of an access's cells."""
+        if self.untouched:
+            return Written(cells, self.last[:0], 0)
+        keys = self.last[cells]
+        first = int(keys[0])
+        return Written(cells, keys, None if holds_somewhere(keys != first) else first)
+
+    def read(self, found: Written, component: int, tick: int, known: Known) -> list[Conflict]:
+        conflicts = found.conflicts(known)
         if self.updaters is not None:
-            found += self.updaters.conflicts(cells, known, "atomic")
+            conflicts += self.updaters.conflicts(found.cells, known, "atomic")
         if self.readers is None:
             self.readers = Table(self.cells)
-        self.readers.note(component, cells, tick)
-        return found
+        self.readers.note(component, found.cells, tick)
+        return conflicts
 
-    def write(self, cells, component: int, tick: int, known: np.ndarray) -> list[Conflict]:
-        found = self._writes(cells, known)
+    def write(self, found: Written, component: int, tick: int, known: Known) -> list[Conflict]:
+        conflicts = found.conflicts(known)
         for table, kind in (
             (self.readers, "read"), (self.updaters, "atomic"), (self.loaders, "atomic read"),
         ):  # fmt: skip
             if table is not None:
-                found += table.conflicts(cells, known, kind)
-        self.component[cells] = component
-        self.tick[cells] = tick
-        return found
+                conflicts += table.conflicts(found.cells, known, kind)
+        self.last[found.cells] = component << 32 | tick
+        self.untouched = False
+        return conflicts
 
-    def load(self, cells, component: int, tick: int, known: np.ndarray) -> list[Conflict]:
+    def load(self, found: Written, component: int, tick: int, known: Known) -> list[Conflict]:
         """An atomic read: ordered with atomics, in no conflict with plain reads."""
         if self.loaders is None:
             self.loaders = Table(self.cells)
-        self.loaders.note(component, cells, tick)
-        return self._writes(cells, known)
+        self.loaders.note(component, found.cells, tick)
+        return found.conflicts(known)
 
-    def update(self, cells, component: int, tick: int, known: np.ndarray) -> list[Conflict]:
+    def update(self, found: Written, component: int, tick: int, known: Known) -> list[Conflict]:
         """An atomic: ordered with other atomics, not with plain accesses."""
-        found = self._writes(cells, known)
+        conflicts = found.conflicts(known)
         if self.readers is not None:
-            found += self.readers.conflicts(cells, known, "read")
+            conflicts += self.readers.conflicts(found.cells, known, "read")
         if self.updaters is None:
             self.updaters = Table(self.cells)
-        self.updaters.note(component, cells, tick)
-        unwritten = self.component[cells] < 0
-        if unwritten.any():
-            touched = as_array(cells)[unwritten]
-            self.component[touched] = 0
-        return found
+        self.updaters.note(component, found.cells, tick)
+        self.last[found.unwritten()] = 0
+        return conflicts
 
-    def earlier(self, cells, known: np.ndarray, readers: bool) -> set[tuple[int, int]]:
+    def earlier(self, found: Written, known: Known, readers: bool) -> list[tuple[int, int]]:
         """(component, tick) of the last writers, and of the readers if wanted, that ``known`` does
-        not cover.
+        not cover; in the order of their components.
         """
-        found = self._writes(cells, known)
+        bad = found.unknown(known)
+        keys = [] if bad is None else found.distinct(bad)
         if readers and self.readers is not None:
-            found += self.readers.conflicts(cells, known, "read")
-        return {(c.component, c.tick) for c in found}
-
-    def unwritten(self, cells) -> np.ndarray:
-        """Cells among ``cells`` that nobody has written."""
-        missing = self.component[cells] < 0
-        return as_array(cells)[missing] if missing.any() else np.empty(0, np.int64)
+            for component, ticks, late in self.readers.suspects(found.cells, known):
+                keys += [component << 32 | tick for tick in _distinct(ticks[late])]
+        return [(key >> 32, key & _TICK) for key in dict.fromkeys(keys)]
 
     def settle(self) -> None:
         """A launch ends: everything is ordered before the next one."""
-        self.component[self.component > 0] = 0
-        self.tick[:] = 0
+        self.last[self.last > 0] = 0
+        self.untouched = not holds_somewhere(self.last < 0)
         self.readers = self.updaters = self.loaders = None
 
-    def _writes(self, cells, known: np.ndarray) -> list[Conflict]:
-        components, ticks = self.component[cells], self.tick[cells]
-        bad = ticks > known[components]
-        return _by_tick("write", components, ticks, bad, cells) if np.logical_or.reduce(bad) else []
+
+_NO_CELLS = np.empty(0, np.int64)
+
+
+def holds_somewhere(flags: np.ndarray) -> bool:
+    """flags.any(), several times faster on short arrays."""
+    return 1 in flags.tobytes()
 
 
 def as_array(cells) -> np.ndarray:
     return np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
 
 
-def _by_tick(kind: str, components, ticks, bad, cells) -> list[Conflict]:
+def _distinct(values: np.ndarray) -> list[int]:
+    """The different values, ascending."""
+    first = values[0]
+    return np.unique(values).tolist() if holds_somewhere(values != first) else [int(first)]
+
+
+def _by_key(kind: str, keys: np.ndarray, cells: np.ndarray) -> list[Conflict]:
     """One conflict per earlier access."""
-    keys = components[bad].astype(np.int64) << 32 | ticks[bad]
-    where = as_array(cells)[bad]
-    if (keys == keys[0]).all():
-        return [Conflict(kind, int(keys[0]) >> 32, int(keys[0]) & 0xFFFFFFFF, where)]
+    first = int(keys[0])
+    different = keys != first
+    if not holds_somewhere(different):
+        return [Conflict(kind, first >> 32, first & _TICK, cells)]
     return [
-        Conflict(kind, key >> 32, key & 0xFFFFFFFF, where[keys == key])
+        Conflict(kind, key >> 32, key & _TICK, cells[keys == key])
         for key in np.unique(keys).tolist()
     ]

@@ -69,6 +69,17 @@ class Timeline(Observer):
     def end(self, machine) -> None:
         self.offset += machine.now
 
+    def fresh(self) -> Timeline:
+        return Timeline()
+
+    def hand_over(self) -> list[dict]:
+        return self.slices
+
+    def adopt(self, found: list[dict], machine, touched) -> None:
+        now = self._now()
+        for s in found[: LIMIT - len(self.slices)]:
+            self.slices.append(s | {"start": s["start"] + now, "stop": s["stop"] + now})
+
     def fill(self, report: Report) -> None:
         report.timeline = self.slices
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import READ, WRITE, Observer
+from jax_dsa.emulator.observers.faults import add_new
 from jax_dsa.emulator.observers.registers import Use
 from jax_dsa.emulator.ptx.syntax import Instruction, Vector
 from jax_dsa.emulator.report import Fault, Race, Report, Site
@@ -88,12 +89,11 @@ class WarpgroupRegisters(Observer):
         self.races: dict[tuple, Race] = {}
         self.faults: dict[tuple, Fault] = {}
         self.lints: dict[tuple, Fault] = {}
-        self.tables: dict[int, Touch] = {}
 
     def launch(self, machine) -> None:
-        code = machine.code
+        code, notes = machine.code, machine.code.notes
         self.used = any(i.opcode.startswith(PRODUCT) for i in code.kernel.code)
-        self.table = self.tables.setdefault(id(code), Touch(code))
+        self.table: Touch = notes.get(Touch) or notes.setdefault(Touch, Touch(code))
         self.states: dict[object, State] = {}
 
     def _of(self, warp) -> State:
@@ -189,6 +189,21 @@ class WarpgroupRegisters(Observer):
             done = set(map(id, ops))
             state = self._of(group.warp)
             state.settle([h for h in state.held if id(h.op) not in done])
+
+    # -- several processes ------------------------------------------------------------------------
+    def fresh(self) -> WarpgroupRegisters:
+        return WarpgroupRegisters(self.want_lints)
+
+    def hand_over(self) -> tuple:
+        return self.races, self.faults, self.lints
+
+    def adopt(self, found: tuple, machine, touched) -> None:
+        for key, race in found[0].items():
+            known = self.races.get(key)
+            more = 0 if known is None else known.count
+            self.races[key] = dataclasses.replace(known or race, count=race.count + more)
+        add_new(self.faults, found[1])
+        add_new(self.lints, found[2])
 
     def fill(self, report: Report) -> None:
         report.races = (*report.races, *self.races.values())
