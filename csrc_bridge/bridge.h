@@ -28,10 +28,10 @@ typedef struct {
 
 // How a tensor-map argument is encoded; fields as in cuTensorMapEncodeTiled.
 typedef struct {
-  const char* data_type;                       // e.g. "BFLOAT16"
-  const char* buffer;                          // operand or result whose address it takes
-  int32_t rank;                                // 1 to 5
-  const char* global_dim[JAX_DSA_MAX_RANK];    // formulas, innermost first
+  const char* data_type;                         // e.g. "BFLOAT16"
+  const char* buffer;                            // operand or result whose address it takes
+  int32_t rank;                                  // 1 to 5
+  const char* global_dim[JAX_DSA_MAX_RANK];      // formulas, innermost first
   const char* global_strides[JAX_DSA_MAX_RANK];  // formulas, bytes, of dimensions 1 and up
   uint32_t box_dim[JAX_DSA_MAX_RANK];
   uint32_t element_strides[JAX_DSA_MAX_RANK];

@@ -23,8 +23,9 @@ class Opened {
   Opened() : handle_(dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL)) {
     if (handle_ == nullptr) {
       const char* cause = dlerror();
-      Fail(ErrorKind::kFailedPrecondition, "the CUDA driver cannot be opened: ",
-           cause ? cause : kLibrary, "; install the NVIDIA driver (525 or newer)");
+      Fail(ErrorKind::kFailedPrecondition,
+           "the CUDA driver cannot be opened: ", cause ? cause : kLibrary,
+           "; install the NVIDIA driver (525 or newer)");
     }
     Assign(address_of_, dlsym(handle_, "cuGetProcAddress_v2"));
     Assign(version_of_, dlsym(handle_, "cuDriverGetVersion"));
@@ -88,10 +89,10 @@ Driver MakeDriver(const char* const* names, void* const* functions, int count) {
   Driver driver;
   for (int i = 0; i < count; ++i) {
     bool known = false;
-#define JAX_DSA_TAKE(name, version)          \
-  if (std::strcmp(names[i], #name) == 0) {   \
-    Assign(driver.name, functions[i]);       \
-    known = true;                            \
+#define JAX_DSA_TAKE(name, version)        \
+  if (std::strcmp(names[i], #name) == 0) { \
+    Assign(driver.name, functions[i]);     \
+    known = true;                          \
   }
     JAX_DSA_REQUIRED_FUNCTIONS(JAX_DSA_TAKE)
     JAX_DSA_DEVICE_FUNCTIONS(JAX_DSA_TAKE)
@@ -124,7 +125,9 @@ DriverInfo QueryDriver(const Driver& driver) {
 }
 
 Capability DeviceCapability(const Driver& driver, CUdevice device) {
-  const auto who = [device] { return Text("asking for the compute capability of device ", device); };
+  const auto who = [device] {
+    return Text("asking for the compute capability of device ", device);
+  };
   Capability found;
   JAX_DSA_CALL(driver, who, cuDeviceGetAttribute, &found.major,
                CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device);

@@ -46,12 +46,12 @@ struct Driver {
 
 // Calls a driver function; a failure names the expression, the cause and `who`, which says on
 // whose behalf the call was made. `who` is a callable: no text is made while all is well.
-#define JAX_DSA_CALL(driver, who, function, ...)                                      \
-  do {                                                                                \
-    const CUresult jax_dsa_result = (driver).function(__VA_ARGS__);                   \
-    if (jax_dsa_result != CUDA_SUCCESS) {                                             \
+#define JAX_DSA_CALL(driver, who, function, ...)                                              \
+  do {                                                                                        \
+    const CUresult jax_dsa_result = (driver).function(__VA_ARGS__);                           \
+    if (jax_dsa_result != CUDA_SUCCESS) {                                                     \
       ::jax_dsa::FailCall((driver), jax_dsa_result, #function "(" #__VA_ARGS__ ")", (who)()); \
-    }                                                                                 \
+    }                                                                                         \
   } while (false)
 
 [[noreturn]] void FailCall(const Driver& driver, CUresult result, const char* expression,

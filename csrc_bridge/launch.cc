@@ -10,10 +10,10 @@ std::atomic<int64_t> launches{0};
 void Encode(const Driver& driver, const Ready& ready, const TensorMapArguments& map,
             LaunchPlan& plan) {
   auto* encoded = reinterpret_cast<CUtensorMap*>(plan.parameters.data() + map.offset);
-  JAX_DSA_CALL(driver, [&] { return ready.Who(); }, cuTensorMapEncodeTiled, encoded, map.data_type,
-               map.rank, map.address, map.global_dim.data(), map.global_strides.data(),
-               map.box_dim.data(), map.element_strides.data(), map.interleave, map.swizzle,
-               map.l2_promotion, map.oob_fill);
+  JAX_DSA_CALL(
+      driver, [&] { return ready.Who(); }, cuTensorMapEncodeTiled, encoded, map.data_type, map.rank,
+      map.address, map.global_dim.data(), map.global_strides.data(), map.box_dim.data(),
+      map.element_strides.data(), map.interleave, map.swizzle, map.l2_promotion, map.oob_fill);
 }
 
 }  // namespace

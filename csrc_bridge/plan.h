@@ -64,7 +64,7 @@ struct Problem {
   Facts facts;
   double scale = 0;
   std::array<int64_t, kNumSizes> sizes{};
-  std::array<void*, kMaxBuffers> data{};     // in the order of the signature
+  std::array<void*, kMaxBuffers> data{};  // in the order of the signature
   std::array<size_t, kMaxBuffers> bytes{};
 };
 
@@ -79,6 +79,11 @@ struct Formula {
 };
 Formula ParseFormula(const char* text);
 int64_t Evaluate(const Formula& formula, const Problem& problem);
+
+// The place of a name in kSizeNames, or -1.
+int SizeIndex(const std::string& name);
+// A decimal integer from 1 to 2^31 - 1, or 0 for any other text.
+int64_t Positive(const std::string& digits);
 
 enum class ParameterKind { kPointer, kScalar, kTensorMap };
 enum class ScalarType { kI32, kU32, kI64, kU64, kF32, kF64 };
@@ -100,7 +105,7 @@ struct Parameter {
   std::string name;
   ParameterKind kind = ParameterKind::kPointer;
   ScalarType type = ScalarType::kI32;
-  int index = 0;  // of the buffer or size; kNumSizes is scale
+  int index = 0;        // of the buffer or size; kNumSizes is scale
   int tensor_map = -1;  // index into Kernel::tensor_maps
 };
 

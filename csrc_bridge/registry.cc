@@ -42,8 +42,8 @@ void CheckDriverVersion(const Driver& driver, const Ready& ready) {
   const auto text = [](int version) { return Text(version / 1000, ".", version % 1000 / 10); };
   if (present < ready.kernel->minimum_cuda) {
     Fail(ErrorKind::kFailedPrecondition, ready.Who(), ": the driver serves CUDA ", text(present),
-         ", wanted is ", text(ready.kernel->minimum_cuda), " or newer: update the NVIDIA driver to ",
-         ready.kernel->minimum_driver, " or newer");
+         ", wanted is ", text(ready.kernel->minimum_cuda),
+         " or newer: update the NVIDIA driver to ", ready.kernel->minimum_driver, " or newer");
   }
 }
 
@@ -51,9 +51,9 @@ void CheckDriverVersion(const Driver& driver, const Ready& ready) {
 
 Library::Library(const Driver& driver, const Kernel& kernel, const std::string& who)
     : driver_(driver) {
-  JAX_DSA_CALL(driver, [&] { return Text(who, ", image of ", kernel.image.size(), " bytes"); },
-               cuLibraryLoadData, &library_, kernel.image.data(), nullptr, nullptr, 0, nullptr,
-               nullptr, 0);
+  JAX_DSA_CALL(
+      driver, [&] { return Text(who, ", image of ", kernel.image.size(), " bytes"); },
+      cuLibraryLoadData, &library_, kernel.image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
 }
 
 Library::~Library() { driver_.cuLibraryUnload(library_); }
@@ -129,8 +129,8 @@ const Ready& Registry::Prepare(Platform platform, int ordinal, CUstream stream, 
   CUdevice device = 0;
   if (platform == Platform::kCuda) {
     context.emplace(driver, stream);
-    JAX_DSA_CALL(driver, [] { return std::string("asking for the device"); }, cuCtxGetDevice,
-                 &device);
+    JAX_DSA_CALL(
+        driver, [] { return std::string("asking for the device"); }, cuCtxGetDevice, &device);
   }
   Ready ready{platform, ordinal, op, facts, nullptr, nullptr, nullptr, {}, nullptr};
   ready.capability = DeviceCapability(driver, device);
@@ -142,8 +142,8 @@ const Ready& Registry::Prepare(Platform platform, int ordinal, CUstream stream, 
   JAX_DSA_CALL(driver, who, cuLibraryGetKernel, &kernel, ready.library->get(),
                ready.kernel->symbol.c_str());
   if (const int bytes = static_cast<int>(ready.kernel->shared_bytes); bytes > 48 * 1024) {
-    JAX_DSA_CALL(driver, who, cuKernelSetAttribute,
-                 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes, kernel, device);
+    JAX_DSA_CALL(driver, who, cuKernelSetAttribute, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                 bytes, kernel, device);
   }
   JAX_DSA_CALL(driver, who, cuKernelGetFunction, &ready.function, kernel);
 
@@ -170,8 +170,9 @@ std::shared_ptr<const Kernel> Registry::Choose(Op op, const Facts& facts,
     return text.empty() ? std::string("none") : text;
   };
   Fail(ErrorKind::kNotFound, "no compiled jax_dsa ", Name(op), " kernel of ", Describe(facts),
-       " for a device of compute capability ", Arch(capability), "; there are such kernels for: ",
-       list(archs), "; other kernels for this device: ", list(others),
+       " for a device of compute capability ", Arch(capability),
+       "; there are such kernels for: ", list(archs),
+       "; other kernels for this device: ", list(others),
        ". `python -m jax_dsa.aot` builds kernels, `python -m jax_dsa.doctor` lists them");
 }
 

@@ -79,7 +79,7 @@ class Registry {
   mutable std::mutex mutex_;  // held for the containers below, never during a driver call
   std::vector<std::shared_ptr<const Kernel>> kernels_;
   std::map<std::pair<Platform, std::string>, std::shared_ptr<Slot>> slots_;
-  std::deque<Ready> owned_;              // what `ready_` links, and what an install outdated
+  std::deque<Ready> owned_;  // what `ready_` links, and what an install outdated
   std::atomic<const Ready*> ready_{nullptr};
   std::optional<Driver> installed_;
 };

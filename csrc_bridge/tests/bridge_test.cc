@@ -1,5 +1,8 @@
 // Unit tests of the bridge over a driver that records, without JAX: for compilers' sanitizers.
-// Prints "N passed, N failed" and fails if any did. tests/ffi/sanitizers_test.py builds and runs it.
+// Prints "N passed, N failed" and fails if any did. tests/ffi/sanitizers_test.py builds and runs
+// it.
+
+#include "../bridge.h"
 
 #include <cstdio>
 #include <cstring>
@@ -8,7 +11,6 @@
 #include <thread>
 #include <vector>
 
-#include "../bridge.h"
 #include "../error.h"
 #include "../launch.h"
 #include "../plan.h"
@@ -90,9 +92,8 @@ CUresult SetMemory(CUdeviceptr address, unsigned char value, size_t bytes, CUstr
   return CUDA_SUCCESS;
 }
 CUresult EncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                     const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                     CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                     CUtensorMapFloatOOBfill) {
+                     const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   std::memset(map, 0xA5, sizeof(*map));
   return CUDA_SUCCESS;
 }
@@ -114,13 +115,13 @@ void* Address(Function* function) {
 }
 
 void InstallDriver() {
-  const char* names[] = {"cuDeviceGetAttribute", "cuGetErrorName",     "cuGetErrorString",
-                         "cuKernelGetFunction",  "cuKernelSetAttribute", "cuLaunchKernelEx",
-                         "cuLibraryGetKernel",   "cuLibraryLoadData",  "cuLibraryUnload",
+  const char* names[] = {"cuDeviceGetAttribute", "cuGetErrorName",        "cuGetErrorString",
+                         "cuKernelGetFunction",  "cuKernelSetAttribute",  "cuLaunchKernelEx",
+                         "cuLibraryGetKernel",   "cuLibraryLoadData",     "cuLibraryUnload",
                          "cuMemsetD8Async",      "cuTensorMapEncodeTiled"};
-  void* functions[] = {Address(GetAttribute), Address(ErrorText), Address(ErrorText),
+  void* functions[] = {Address(GetAttribute), Address(ErrorText),    Address(ErrorText),
                        Address(GetFunction),  Address(SetAttribute), Address(LaunchEx),
-                       Address(GetKernel),    Address(LoadData),  Address(Unload),
+                       Address(GetKernel),    Address(LoadData),     Address(Unload),
                        Address(SetMemory),    Address(EncodeTiled)};
   char error[256] = "";
   EXPECT(jax_dsa_install_driver(names, functions, 11, error, sizeof(error)) == 0);
@@ -253,9 +254,7 @@ void TestLookup() {
   recorded = Recorded{};
   Registry& registry = Registry::Get();
   const Facts facts = MakeProblem().facts;
-  const auto find = [&] {
-    return &registry.Find(Platform::kCpu, 0, nullptr, Op::kForward, facts);
-  };
+  const auto find = [&] { return &registry.Find(Platform::kCpu, 0, nullptr, Op::kForward, facts); };
   recorded.load_result = CUDA_ERROR_OUT_OF_MEMORY;
   const std::string text = Thrown([&] { find(); });
   EXPECT(Contains(text, "kernel 'kernel'"));
@@ -269,12 +268,10 @@ void TestLookup() {
   EXPECT(recorded.loads == 1);
   EXPECT(find() == find());
   const Facts other = {16, 4, Dtype::kFloat16};
-  EXPECT(Contains(
-      Thrown([&] { registry.Find(Platform::kCpu, 0, nullptr, Op::kForward, other); }),
-      "no compiled jax_dsa forward kernel of head_dim=16 value_dim=4 dtype=float16"));
-  EXPECT(Contains(
-      Thrown([&] { registry.Find(Platform::kCpu, 0, nullptr, Op::kBackward, facts); }),
-      "no compiled jax_dsa backward kernel"));
+  EXPECT(Contains(Thrown([&] { registry.Find(Platform::kCpu, 0, nullptr, Op::kForward, other); }),
+                  "no compiled jax_dsa forward kernel of head_dim=16 value_dim=4 dtype=float16"));
+  EXPECT(Contains(Thrown([&] { registry.Find(Platform::kCpu, 0, nullptr, Op::kBackward, facts); }),
+                  "no compiled jax_dsa backward kernel"));
   jax_dsa_reset();
   EXPECT(recorded.unloads == 1);
   EXPECT(Contains(Thrown([&] { find(); }), "none is"));

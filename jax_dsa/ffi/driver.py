@@ -6,6 +6,7 @@ Asked through cuda-python where it is installed, else through the bridge.
 import dataclasses
 import pathlib
 import re
+from typing import Any
 
 from jax_dsa.ffi import library
 
@@ -51,7 +52,7 @@ def query() -> Driver:
 
 
 def _ask(driver) -> Driver:
-    def call(function, *arguments):
+    def call(function, *arguments) -> Any:
         try:
             error, *values = function(*arguments)
         except RuntimeError as absent:  # cuda-python finds no libcuda

@@ -7,7 +7,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import kernels
+import manifests
 import numpy as np
 import recording
 from absl.testing import absltest, parameterized
@@ -15,15 +15,15 @@ from absl.testing import absltest, parameterized
 from jax_dsa.cubins import manifest
 from jax_dsa.ffi import call, library, structs
 
-FACTS = kernels.FACTS
+FACTS = manifests.FACTS
 
 
 def forward(facts=FACTS, /, **changed: Any):
-    return call.forward(facts, **kernels.operands(**changed))
+    return call.forward(facts, **manifests.operands(**changed))
 
 
 def backward(facts=FACTS, /, **changed: Any):
-    return call.backward(facts, **kernels.backward_operands(**changed))
+    return call.backward(facts, **manifests.backward_operands(**changed))
 
 
 class BridgeTest(parameterized.TestCase):
@@ -33,7 +33,7 @@ class BridgeTest(parameterized.TestCase):
 
     def driver(self, *entries: manifest.Kernel, **options: Any) -> recording.Driver:
         driver = self.enterContext(recording.Driver(entries, **options))
-        library.install([(entry, kernels.image(entry)) for entry in entries])
+        library.install([(entry, manifests.image(entry)) for entry in entries])
         return driver
 
     def fails(self, function, *words: str):
@@ -46,14 +46,14 @@ class BridgeTest(parameterized.TestCase):
 class PackingTest(BridgeTest):
     def test_forward(self):
         """Pointers are those of the operands, sizes and scale what the call says."""
-        driver = self.driver(kernels.entry())
-        given = kernels.operands()
+        driver = self.driver(manifests.entry())
+        given = manifests.operands()
         jax.block_until_ready(call.forward(FACTS, **given))
         (launch,) = driver.launches
         self.assertEqual(launch.symbol, "forward_bfloat16_576")
         self.assertEqual(launch.grid, (6, 2, 1))
         self.assertEqual((launch.block, launch.shared), ((384, 1, 1), 200_000))
-        self.assertEqual(list(launch.arguments), [p.name for p in kernels.entry().parameters])
+        self.assertEqual(list(launch.arguments), [p.name for p in manifests.entry().parameters])
         scalars = {n: launch.arguments[n] for n in ("S", "T", "K", "H", "sink_stride", "scale")}
         want = {"S": 3, "T": 7, "K": 8, "H": 65, "sink_stride": 65, "scale": 0.125}
         self.assertEqual(scalars, want)
@@ -61,12 +61,12 @@ class PackingTest(BridgeTest):
             self.assertEqual(launch.arguments[name], array.unsafe_buffer_pointer(), name)
 
     def test_one_sink_for_all_groups_has_stride_zero(self):
-        driver = self.driver(kernels.entry())
-        forward(sink=jnp.zeros((1, kernels.H)))
+        driver = self.driver(manifests.entry())
+        forward(sink=jnp.zeros((1, manifests.H)))
         self.assertEqual(driver.launches[0].arguments["sink_stride"], 0)
 
     def test_results_are_what_the_kernel_writes(self):
-        driver = self.driver(kernels.entry())
+        driver = self.driver(manifests.entry())
 
         def write(launch):
             recording.at(launch.arguments["lse"], np.float32, 2 * 3 * 65)[:] = np.arange(2 * 3 * 65)
@@ -76,7 +76,7 @@ class PackingTest(BridgeTest):
         np.testing.assert_array_equal(np.ravel(lse), np.arange(2 * 3 * 65))
 
     def test_backward_zeroes_dkv_before_the_launch(self):
-        driver = self.driver(kernels.entry("backward"))
+        driver = self.driver(manifests.entry("backward"))
         _, dkv = jax.jit(backward)()
         np.testing.assert_array_equal(dkv, np.zeros((2, 7, 576)))
         names = driver.names("cuMemsetD8Async", "cuLaunchKernelEx")
@@ -93,13 +93,13 @@ class PackingTest(BridgeTest):
             manifest.Parameter("G", "scalar", kind),
             manifest.Parameter("D", "scalar", kind),
         )
-        driver = self.driver(kernels.entry(parameters=mixed))
+        driver = self.driver(manifests.entry(parameters=mixed))
         forward(dataclasses.replace(FACTS, scale=0.1))
         arguments = driver.launches[0].arguments
         self.assertEqual([arguments[n] for n in ("T", "scale", "K", "G", "D")], [7, 0.1, 8, 2, 576])
 
     def test_cluster_is_a_launch_attribute(self):
-        driver = self.driver(kernels.entry(cluster=(2, 1, 1)))
+        driver = self.driver(manifests.entry(cluster=(2, 1, 1)))
         forward()
         self.assertEqual(driver.calls[-1], ("cuLaunchKernelEx", 1))
 
@@ -113,7 +113,7 @@ class PackingTest(BridgeTest):
             "swizzle": "128B",
             "l2Promotion": "L2_256B",
         }
-        entry = kernels.entry(
+        entry = manifests.entry(
             parameters=(
                 manifest.Parameter("S", "scalar", "i32"),
                 manifest.Parameter("kv_map", "tensor_map", tensor_map=fields),
@@ -121,7 +121,7 @@ class PackingTest(BridgeTest):
             )
         )
         driver = self.driver(entry)
-        given = kernels.operands()
+        given = manifests.operands()
         jax.block_until_ready(call.forward(FACTS, **given))
         (got,) = driver.maps
         self.assertEqual(got["address"], given["kv"].unsafe_buffer_pointer())
@@ -136,10 +136,10 @@ class PackingTest(BridgeTest):
 
 class LookupTest(BridgeTest):
     def test_by_op_and_facts(self):
-        wide = kernels.entry()
-        narrow = kernels.entry(facts={"head_dim": 512})
-        half = kernels.entry(facts={"dtype": "float16"})
-        driver = self.driver(wide, narrow, half, kernels.entry("backward"))
+        wide = manifests.entry()
+        narrow = manifests.entry(facts={"head_dim": 512})
+        half = manifests.entry(facts={"dtype": "float16"})
+        driver = self.driver(wide, narrow, half, manifests.entry("backward"))
         forward()
         backward()
         short = {
@@ -148,7 +148,7 @@ class LookupTest(BridgeTest):
         }
         forward(**short)
         as_half = {
-            k: v.astype("float16") for k, v in kernels.operands().items() if k in ("q", "kv")
+            k: v.astype("float16") for k, v in manifests.operands().items() if k in ("q", "kv")
         }
         forward(dataclasses.replace(FACTS, dtype="float16"), **as_half)
         symbols = [launch.symbol for launch in driver.launches]
@@ -166,7 +166,7 @@ class LookupTest(BridgeTest):
         ("sm_120f", (12, 1), True),
     )
     def test_by_compute_capability(self, arch: str, capability: tuple[int, int], serves: bool):
-        driver = self.driver(kernels.entry(arch=arch), capability=capability)
+        driver = self.driver(manifests.entry(arch=arch), capability=capability)
         if serves:
             jax.block_until_ready(forward())
             self.assertLen(driver.launches, 1)
@@ -176,7 +176,7 @@ class LookupTest(BridgeTest):
 
     def test_loads_once_and_asks_nothing_again(self):
         """The second call makes no driver call but its own."""
-        driver = self.driver(kernels.entry())
+        driver = self.driver(manifests.entry())
         run = jax.jit(lambda: forward())
         jax.block_until_ready(run())
         loads = ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute"]
@@ -188,19 +188,19 @@ class LookupTest(BridgeTest):
         self.assertEqual(driver.names(), ["cuLaunchKernelEx"])
 
     def test_little_shared_memory_needs_no_attribute(self):
-        driver = self.driver(kernels.entry(dynamic_shared_bytes=48 * 1024))
+        driver = self.driver(manifests.entry(dynamic_shared_bytes=48 * 1024))
         jax.block_until_ready(forward())
         self.assertEqual(driver.names("cuKernelSetAttribute"), [])
 
     def test_one_image_of_two_kernels_is_loaded_once(self):
         hashes = {"cubin": "both"}
-        both = kernels.entry(hashes=hashes), kernels.entry("backward", hashes=hashes)
+        both = manifests.entry(hashes=hashes), manifests.entry("backward", hashes=hashes)
         driver = self.driver(*both)
         jax.block_until_ready((forward(), backward()))
         self.assertLen(driver.names("cuLibraryLoadData"), 1)
 
     def test_threads_load_once(self):
-        driver = self.driver(kernels.entry())
+        driver = self.driver(manifests.entry())
         start = threading.Barrier(4)
 
         def work():
@@ -216,22 +216,22 @@ class LookupTest(BridgeTest):
         self.assertLen(driver.names("cuLibraryLoadData"), 1)
 
     def test_a_kernel_installed_later_takes_the_place(self):
-        driver = self.driver(kernels.entry())
+        driver = self.driver(manifests.entry())
         jax.block_until_ready(forward())
-        later = kernels.entry(symbol="later", hashes={"cubin": "later"})
+        later = manifests.entry(symbol="later", hashes={"cubin": "later"})
         driver.entries["later"] = later
         library.install([(later, b"new")])
         jax.block_until_ready(forward())
         self.assertEqual([x.symbol for x in driver.launches], ["forward_bfloat16_576", "later"])
 
     def test_images_are_unloaded_with_the_driver(self):
-        driver = self.driver(kernels.entry())
+        driver = self.driver(manifests.entry())
         jax.block_until_ready(forward())
         library.reset()
         self.assertEqual(driver.names("cuLibraryUnload"), ["cuLibraryUnload"])
 
     def test_launches_are_counted(self):
-        self.driver(kernels.entry("backward"))
+        self.driver(manifests.entry("backward"))
         before = library.launch_count()
         jax.block_until_ready([backward() for _ in range(3)])
         self.assertEqual(library.launch_count() - before, 3)
@@ -249,8 +249,8 @@ class ShapeTest(BridgeTest):
         ("kv", (2, 0, 576), "kv: got shape [2, 0, 576]"),
     )
     def test_forward(self, name: str, shape: tuple[int, ...], text: str):
-        self.driver(kernels.entry())
-        dtype = kernels.operands()[name].dtype
+        self.driver(manifests.entry())
+        dtype = manifests.operands()[name].dtype
         self.fails(
             lambda: forward(**{name: jnp.zeros(shape, dtype)}), "jax_dsa_fwd_v1", text, "INVALID"
         )
@@ -262,8 +262,8 @@ class ShapeTest(BridgeTest):
         ("dout", (2, 3, 65, 576), "dout: got shape [2, 3, 65, 576], want [G, S, H, value_dim]"),
     )
     def test_backward(self, name: str, shape: tuple[int, ...], text: str):
-        self.driver(kernels.entry("backward"))
-        dtype = kernels.backward_operands()[name].dtype
+        self.driver(manifests.entry("backward"))
+        dtype = manifests.backward_operands()[name].dtype
         self.fails(lambda: backward(**{name: jnp.zeros(shape, dtype)}), "jax_dsa_bwd_v1", text)
 
     @parameterized.parameters(
@@ -274,17 +274,17 @@ class ShapeTest(BridgeTest):
         ("sink", "bfloat16", "sink: got dtype bfloat16, want float32"),
     )
     def test_dtype(self, name: str, dtype: str, text: str):
-        self.driver(kernels.entry())
-        wrong = kernels.operands()[name].astype(dtype)
+        self.driver(manifests.entry())
+        wrong = manifests.operands()[name].astype(dtype)
         self.fails(lambda: forward(**{name: wrong}), text)
 
     def test_another_abi(self):
-        self.driver(kernels.entry())
+        self.driver(manifests.entry())
         with mock.patch.object(call, "ABI", 2):
             self.fails(forward, "abi: got 2, want 1", "another version of jax_dsa")
 
     def test_a_grid_that_is_too_large(self):
-        self.driver(kernels.entry(grid=("G", "1024*H", "1")))
+        self.driver(manifests.entry(grid=("G", "1024*H", "1")))
         self.fails(forward, "grid y = 1024*H = 66560, want 1 to 65535")
 
 
@@ -294,7 +294,7 @@ class ErrorTest(BridgeTest):
         self.fails(forward, "FAILED_PRECONDITION", "CPU", "none is", "implementation='xla'")
 
     def test_no_kernel_names_what_there_is(self):
-        self.driver(kernels.entry(facts={"head_dim": 512}), kernels.entry(arch="sm_100a"))
+        self.driver(manifests.entry(facts={"head_dim": 512}), manifests.entry(arch="sm_100a"))
         self.fails(forward, "head_dim=576", "for: sm_100a", "head_dim=512 value_dim=512")
 
     @parameterized.parameters(
@@ -308,7 +308,7 @@ class ErrorTest(BridgeTest):
     )
     def test_a_failing_driver_call_is_diagnosed(self, function: str, error: int, status: str):
         """Expression, cause, kernel, arch wanted, arch present; the next call works."""
-        driver = self.driver(kernels.entry("backward"))
+        driver = self.driver(manifests.entry("backward"))
         driver.failing = {function: error}
         kernel = "'backward_bfloat16_576'", "compiled for sm_90a", "compute capability 9.0"
         name = recording.ERRORS[error].decode()
@@ -318,7 +318,7 @@ class ErrorTest(BridgeTest):
 
     @parameterized.parameters((11080, True), (12000, False), (13000, False))
     def test_a_driver_that_is_too_old(self, version: int, refused: bool):
-        entry = kernels.entry(tools={"cuda": "12.9"}, minimum_driver="525.60.13")
+        entry = manifests.entry(tools={"cuda": "12.9"}, minimum_driver="525.60.13")
         driver = self.driver(entry, version=version)
         if refused:
             words = "CUDA 11.8, wanted is 12.0 or newer", "525.60.13", "'forward_bfloat16_576'"
@@ -333,7 +333,7 @@ class ErrorTest(BridgeTest):
             "globalStrides": (), "boxDim": (64,),
         }  # fmt: skip
         parameter = manifest.Parameter("m", "tensor_map", tensor_map=fields)
-        driver = self.driver(kernels.entry(parameters=(parameter,)))
+        driver = self.driver(manifests.entry(parameters=(parameter,)))
         driver.failing = {"cuTensorMapEncodeTiled": recording.INVALID_IMAGE}
         self.fails(forward, "cuTensorMapEncodeTiled(", "forward_bfloat16_576")
 
@@ -359,7 +359,7 @@ class InstallTest(BridgeTest):
         ({"facts": {"head_dim": "x"}}, "fact head_dim: got 'x'"),
     )
     def test_entries_that_no_launcher_understands(self, changed, text: str):
-        entry = kernels.entry(**changed)
+        entry = manifests.entry(**changed)
         with self.assertRaises(library.BridgeError) as caught:
             library.install([(entry, b"image")])
         for word in (text, entry.symbol, "sm_90a"):
@@ -376,7 +376,7 @@ class InstallTest(BridgeTest):
         (("blob", "bytes", "", 16), "kind: got 'bytes'"),
     )
     def test_parameters_that_no_launcher_knows(self, parameter, text: str):
-        entry = kernels.entry(parameters=(manifest.Parameter(*parameter),))
+        entry = manifests.entry(parameters=(manifest.Parameter(*parameter),))
         with self.assertRaises(library.BridgeError) as caught:
             library.install([(entry, b"image")])
         self.assertIn(f"parameter '{parameter[0]}': {text}", str(caught.exception))
@@ -396,25 +396,27 @@ class InstallTest(BridgeTest):
         parameter = manifest.Parameter("m", "tensor_map", tensor_map=fields | changed)
         errors = (library.BridgeError, manifest.ManifestError)
         with self.assertRaisesRegex(errors, text.replace("(", r"\(")):
-            library.install([(kernels.entry(parameters=(parameter,)), b"image")])
+            library.install([(manifests.entry(parameters=(parameter,)), b"image")])
 
     def test_a_missing_field_of_a_tensor_map(self):
         parameter = manifest.Parameter("m", "tensor_map", tensor_map={"globalDim": ("D",)})
         with self.assertRaisesRegex(manifest.ManifestError, "tensor map m: field .* is missing"):
-            library.install([(kernels.entry(parameters=(parameter,)), b"image")])
+            library.install([(manifests.entry(parameters=(parameter,)), b"image")])
 
     def test_an_empty_image(self):
         with self.assertRaisesRegex(library.BridgeError, "got an empty image"):
-            library.install([(kernels.entry(), b"")])
+            library.install([(manifests.entry(), b"")])
 
     def test_workspaces_are_refused(self):
         with self.assertRaisesRegex(manifest.ManifestError, "no workspaces, got .'scratch'"):
-            library.install([(kernels.entry(workspaces={"scratch": "4*G"}), b"image")])
+            library.install([(manifests.entry(workspaces={"scratch": "4*G"}), b"image")])
 
     def test_nothing_is_installed_with_a_bad_entry(self):
         self.driver()
         with self.assertRaises(library.BridgeError):
-            library.install([(kernels.entry(), b"image"), (kernels.entry(op="sideways"), b"image")])
+            library.install(
+                [(manifests.entry(), b"image"), (manifests.entry(op="sideways"), b"image")]
+            )
         self.fails(forward, "no compiled jax_dsa forward kernel", "such kernels for: none")
 
     def test_driver_tables(self):

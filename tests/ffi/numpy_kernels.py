@@ -4,7 +4,7 @@ Formulas: ``vjp.py``. Only what the kernel's arguments say is used.
 """
 
 import jax.numpy as jnp
-import kernels
+import manifests
 import numpy as np
 import recording
 
@@ -13,7 +13,7 @@ WIDTH = 512
 
 def entries(head_dim: int, dtype: str) -> list:
     facts = {"head_dim": head_dim, "dtype": dtype}
-    return [kernels.entry(op, facts=facts) for op in ("forward", "backward")]
+    return [manifests.entry(op, facts=facts) for op in ("forward", "backward")]
 
 
 class Run:
