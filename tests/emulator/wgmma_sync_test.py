@@ -308,7 +308,7 @@ class WarpgroupTest(WgmmaSyncTest):
 class ReportTest(parameterized.TestCase):
     def test_an_observer_keeps_the_races_of_the_others(self):
         report = Report()
-        report.races = ("of registers",)
+        report.races = ("of registers",)  # pyright: ignore
         Races().fill(report)
         self.assertEqual(report.races, ("of registers",))
 
