@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import multiprocessing
 import os
 import pathlib
 import re
@@ -44,20 +45,14 @@ def batches(files: list) -> list[list]:
 
 
 class Driver:
-    """The few calls of the CUDA driver that the files need; errors name the call.
+    """The few calls of the CUDA driver that the files need; errors name the call."""
 
-    Args:
-      again: after a kernel that failed, which leaves the device's context unusable.
-    """
-
-    def __init__(self, again: bool = False):
+    def __init__(self):
         self.cuda = ctypes.CDLL("libcuda.so.1")
         device, context, major, minor = (ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int(),
                                          ctypes.c_int())  # fmt: skip
         self("cuInit", 0)
         self("cuDeviceGet", ctypes.byref(device), 0)
-        if again:
-            self("cuDevicePrimaryCtxReset_v2", device)
         self("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self("cuCtxSetCurrent", context)
         for value, attribute in ((major, 75), (minor, 76)):  # compute capability
@@ -142,28 +137,17 @@ class HardwareTest(absltest.TestCase):
         self.files = [instruction_files.read(p) for p in instruction_files.PATHS]
 
     def test_a_gpu_gives_the_expected_words(self):
-        try:
-            driver = Driver()
-        except (OSError, RuntimeError) as error:
-            self.skipTest(f"no CUDA device: {error}")
-        files = [f for f in self.files if driver.runs(f)]
-        if not files:
-            self.skipTest(f"no file runs on compute capability {driver.capability / 10}")
-        wrong = []
-        for batch in batches(files):
-            module = driver.load(module_text(batch, driver.target))
-            for i, file in enumerate(batch):
-                try:
-                    results = driver.launch(module, f"test{i}", file)
-                except RuntimeError as error:
-                    wrong.append(f"{file.path.name}: {error}")
-                    driver = Driver(again=True)
-                    module = driver.load(module_text(batch, driver.target))
-                    continue
-                with _collect(wrong):
-                    file.check(results, file.ulp)
-            driver("cuModuleUnload", module)
-        print(f"{len(files)} of {len(self.files)} files ran, {len(wrong)} differ")
+        wrong, start, spawn = [], 0, multiprocessing.get_context("spawn")
+        while start is not None:  # a kernel that fails leaves its process without a device
+            queue = spawn.SimpleQueue()
+            child = spawn.Process(target=_survey, args=(start, queue))
+            child.start()
+            found, start, count = queue.get()
+            child.join()
+            if not count:
+                self.skipTest(found[0])
+            wrong += found
+        print(f"{count} of {len(self.files)} files ran, {len(wrong)} differ")
         self.assertEqual(wrong, [], "\n".join(wrong))
 
     @absltest.skipUnless(shutil.which("ptxas"), "no ptxas on the PATH")
@@ -177,6 +161,37 @@ class HardwareTest(absltest.TestCase):
                     command = ["ptxas", "-O0", "-arch", target, str(path), "-o", os.devnull]
                     done = subprocess.run(command, capture_output=True, text=True, check=False)
                 self.assertEqual(done.returncode, 0, done.stderr)
+
+
+def _survey(start: int, queue) -> None:
+    """Runs the files from number ``start`` on, to the end or to one that fails.
+
+    Puts (messages, where to go on or None, number of files for this device) into ``queue``.
+    """
+    try:
+        driver = Driver()
+    except (OSError, RuntimeError) as error:
+        return queue.put(([f"no CUDA device: {error}"], None, 0))
+    files = [f for f in map(instruction_files.read, instruction_files.PATHS) if driver.runs(f)]
+    if not files:
+        text = f"no file runs on compute capability {driver.capability / 10}"
+        return queue.put(([text], None, 0))
+    wrong, done = [], start
+    for batch in batches(files[start:]):
+        module = driver.load(module_text(batch, driver.target))
+        for i, file in enumerate(batch):
+            done += 1
+            try:
+                results = driver.launch(module, f"test{i}", file)
+            except RuntimeError as error:
+                message = f"{file.path.name}: {error}"
+                return queue.put(
+                    ([*wrong, message], done if done < len(files) else None, len(files))
+                )
+            with _collect(wrong):
+                file.check(results, file.ulp)
+        driver("cuModuleUnload", module)
+    return queue.put((wrong, None, len(files)))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import io
 import pathlib
 import sys
 import tempfile
@@ -31,7 +32,7 @@ def layers() -> list[tuple[np.ndarray, ...]]:
     )
     c = dataclasses.replace(lm_config.PRESETS["gpu"], steps=STEPS, implementation="cutedsl")
     corpus = lm_data.load(None)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(None):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         log = lm_report.Log(pathlib.Path(folder))
         params = train_lm.train(c, "topk", 0, corpus, log)
     window = lm_data.validation_batches(corpus, c.batch, c.context)[0][:1, :-1].astype(np.int32)
