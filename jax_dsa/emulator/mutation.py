@@ -31,6 +31,8 @@ ORDERING = (
 )  # fmt: skip
 WAITS = ("mbarrier.try_wait", "mbarrier.test_wait")
 NO_EFFECT_HERE = ("fence.mbarrier_init",)  # orders clusters of several CTAs
+# Lints that say that an element is gone; a kernel that is not free of them is run without.
+LINTS = ("tcgen05 fence", "wgmma fence", "single-lane arrive")
 NAMED = ("bar.sync", "bar.arrive", "barrier.sync", "barrier.arrive")
 
 
@@ -63,8 +65,8 @@ class Mutant:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What noticed a mutant: "race", "deadlock", "hang", "fault", "wrong result", "lint" (on the
-    tcgen05 fences of a kernel that has them all), "not executed", "silent" (proven redundant) or
+    """What noticed a mutant: "race", "deadlock", "hang", "fault", "wrong result", "lint" (one of
+    LINTS, on a kernel that is free of them), "not executed", "silent" (proven redundant) or
     "missed" (silent, without proof).
     """
 
@@ -194,8 +196,14 @@ def _rotate(code: Code, start: int, stop: int) -> None:
 
 
 # -- what notices ---------------------------------------------------------------------------------
-def change_of(prover: Prover, mutant: Mutant) -> Change:
-    """What the mutant does to the happens-before graph."""
+def change_of(prover: Prover, mutant: Mutant, registers: bool = False) -> Change:
+    """What the mutant does to the happens-before graph, which does not hold registers:
+    ``registers`` says that the mutant's run has watched those of wgmma (see ``survey``).
+    """
+    if mutant.ins.opcode.startswith("wgmma.") and not registers:
+        return Change(refusal="it orders registers of wgmma, and nobody watched them")
+    if mutant.ins.opcode.startswith("wgmma.fence"):
+        return Change(idle="no product uses registers touched since the fence before it")
     if mutant.over is not None:
         return changes.move(prover, mutant.ins, mutant.over)
     if mutant.change == "delete":
@@ -205,7 +213,9 @@ def change_of(prover: Prover, mutant: Mutant) -> Change:
     return changes.recount(prover, mutant.ins)
 
 
-def judge(mutant: Mutant, count: int, report: Report, wrong: str, prover: Prover) -> Outcome:
+def judge(
+    mutant: Mutant, count: int, report: Report, wrong: str, prover: Prover, registers: bool = False
+) -> Outcome:
     """Turns one mutant's run into an outcome; ``wrong`` says which results are wrong, or ""."""
     if report.races:
         return Outcome(mutant, "race", _pairs(report))
@@ -215,12 +225,13 @@ def judge(mutant: Mutant, count: int, report: Report, wrong: str, prover: Prover
         return Outcome(mutant, "fault", f"{report.faults[0].kind}: {report.faults[0].text}")
     if wrong:
         return Outcome(mutant, "wrong result", wrong)
-    fences = [f for f in report.lints if f.kind == "tcgen05 fence"]
-    if fences:
-        return Outcome(mutant, "lint", f"line {fences[0].site.line} is {fences[0].text}")
+    lints = [f for f in report.lints if f.kind in LINTS]
+    if lints:
+        first = lints[0]
+        return Outcome(mutant, "lint", f"line {first.site.line}: {first.kind}: {first.text}")
     if count == 0:
         return Outcome(mutant, "not executed", "this configuration does not reach it")
-    proof = prover.prove(change_of(prover, mutant))
+    proof = prover.prove(change_of(prover, mutant, registers))
     return Outcome(mutant, "silent" if proof.holds else "missed", str(proof), proof)
 
 
@@ -242,6 +253,7 @@ def survey(
     execute: Callable[[Code], tuple[Report, str]],
     prover: Prover,
     chosen: list[Mutant] | None = None,
+    registers: bool = False,
 ) -> Iterator[Outcome]:
     """Runs every mutant.
 
@@ -251,6 +263,8 @@ def survey(
         the results ("" when they are right).
       prover: on the graph of a run of the unchanged kernel.
       chosen: mutants to run; default: all.
+      registers: ``execute`` has ``WarpgroupRegisters`` with lints. What that finds depends on each
+        warp's own instructions alone, so that its silence holds for every schedule.
     """
     for mutant in chosen if chosen is not None else mutants(code):
         changed, count = apply(code, mutant)
@@ -259,4 +273,4 @@ def survey(
         except StepLimit:
             yield Outcome(mutant, "hang", "step limit")
             continue
-        yield judge(mutant, count[0], report, wrong, prover)
+        yield judge(mutant, count[0], report, wrong, prover, registers)

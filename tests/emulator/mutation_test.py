@@ -2,12 +2,15 @@
 happens-before graph, and one that is neither counts as missed.
 """
 
+import numpy as np
 from absl.testing import absltest, parameterized
 from harness import THREAD, lanes, text
+from wgmma_kernels import FENCE, gemm
 
 from jax_dsa.emulator import Launch, Pointer, Program, Settings, mutation, run
 from jax_dsa.emulator.observers.graph import Graph
 from jax_dsa.emulator.observers.races import Races
+from jax_dsa.emulator.observers.warpgroup import WarpgroupRegisters
 from jax_dsa.emulator.proof import Prover
 
 WARPS = f"""{THREAD}
@@ -174,6 +177,48 @@ class WeakeningTest(parameterized.TestCase):
         (weak,) = found["mbarrier.init", "weaken"]
         self.assertEqual((weak.mutant.value, weak.caught, weak.missed), (2, "missed", True))
         self.assertIn("no proof", weak.detail)
+
+
+class WgmmaTest(parameterized.TestCase):
+    def deletions(self, registers: bool, twice: bool) -> dict[str, list[mutation.Outcome]]:
+        """Outcomes by opcode, of a product whose fence stands there once or twice."""
+        a, b = np.ones((64, 16), np.float16), np.ones((8, 16), np.float16)
+        body, arrays, shared = gemm(a, b, "f16")
+        body = body.replace(FENCE, FENCE * (1 + twice))
+        program = Program(text(body, arrays, shared, target="sm_90a"))
+        launch = Launch("test", (1, 1, 1), (128, 1, 1), [Pointer(name) for name in arrays])
+        settings = Settings(observers="none", step_limit=5000)
+        graph, code = Graph(), program.code("test")
+        _, report = run(program, launch, arrays, settings, [graph, WarpgroupRegisters()])
+        self.assertEqual(str(report), "clean")
+
+        def attempt(changed):
+            observers = [Races(), *([WarpgroupRegisters()] if registers else [])]
+            return run(program, launch, arrays, settings, observers, {"test": changed})[1], ""
+
+        chosen = [m for m in mutation.mutants(code) if m.change == "delete"]
+        chosen = [m for m in chosen if m.ins.opcode.startswith("wgmma.")]
+        found: dict[str, list[mutation.Outcome]] = {}
+        for outcome in mutation.survey(code, attempt, Prover(graph), chosen, registers):
+            found.setdefault(outcome.mutant.ins.opcode.split(".")[1], []).append(outcome)
+        return found
+
+    def test_order_of_registers_is_noticed(self):
+        found = self.deletions(registers=True, twice=False)
+        caught = {name: [o.caught for o in some] for name, some in found.items()}
+        self.assertEqual(
+            caught, {"fence": ["lint"], "commit_group": ["race"], "wait_group": ["race"]}
+        )
+
+    def test_order_of_registers_is_not_proven_where_nobody_watches_them(self):
+        (fence,) = self.deletions(registers=False, twice=False)["fence"]
+        self.assertTrue(fence.missed, fence.detail)
+        self.assertIn("nobody watched", fence.detail)
+
+    def test_one_of_two_fences_is_redundant(self):
+        fences = self.deletions(registers=True, twice=True)["fence"]
+        self.assertEqual([o.caught for o in fences], ["silent", "silent"])
+        self.assertIn("touched since the fence before it", fences[1].detail)
 
 
 class MoveTest(absltest.TestCase):

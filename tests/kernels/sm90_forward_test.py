@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 from absl.testing import absltest, parameterized
 
-from jax_dsa.emulator import SCHEDULES, Launch, Pointer, Settings, mutation, run
+from jax_dsa.emulator import SCHEDULES, Launch, Pointer, Settings, run
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 BOUNDS = {"bfloat16": 4e-3, "float16": 1e-3}
@@ -244,20 +244,20 @@ class ForwardTest(parameterized.TestCase):
 @unittest.skipUnless(emulated.ENABLED, emulated.WHY)
 class OrderTest(absltest.TestCase):
     def test_every_ordering_element_is_needed(self):
-        """Each barrier, fence, wait and commit taken out in turn: something notices."""
+        """Each barrier, fence, wait and commit taken out, weakened and moved in turn."""
         x = {name: array[:1] for name, array in Case(H=64, K=320).inputs().items()}
         subject, want = subject_of(x), definition(x, scale_of(x))
-        settings = Settings(observers=("races",), step_limit=100_000)
 
-        def mutated(code, witness):
-            codes = {subject.entry.symbol: code}
-            results, report = execute(x, settings, scale_of(x), observers=[witness], codes=codes)
-            lints = "; ".join(str(lint) for lint in report.lints[:1])
-            return report, lints or deviations(results, want, BOUNDS["bfloat16"])
+        def attempt(codes, limit, observers):
+            settings = Settings(observers=("races",), step_limit=limit)
+            results, report = execute(x, settings, scale_of(x), observers=observers, codes=codes)
+            return report, deviations(results, want, BOUNDS["bfloat16"])
 
-        outcomes = list(mutation.survey(subject.program.code(subject.entry.symbol), mutated))
-        self.assertGreater(len(outcomes), 15)
-        self.assertEqual([str(o) for o in outcomes if not o.noticed], [])
+        changes = ("delete", "weaken", "move")
+        outcomes = emulated.assert_all_needed(self, subject, attempt, changes)
+        self.assertGreater(len(outcomes), 30)
+        deleted = [o for o in outcomes if o.mutant.change == "delete"]
+        self.assertEqual([str(o.mutant) for o in deleted if o.caught == "silent"], [])
 
 
 @unittest.skipUnless(emulated.ENABLED, emulated.WHY)
