@@ -1,9 +1,12 @@
 """README's Python samples run as shown; its commands are the ones that exist."""
 
+import json
 import pathlib
 import re
 
 from absl.testing import absltest, parameterized
+
+from jax_dsa.bench import tables
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,6 +24,11 @@ class ReadmeTest(parameterized.TestCase):
     def test_ci_runs_the_test_command(self):
         (command,) = re.findall(r"-m (pytest[^\n]*)\n", README)
         self.assertIn(command, (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
+
+    def test_table_of_times_is_that_of_its_data(self):
+        data = json.loads((ROOT / "tests/gpu/bench_h200.json").read_text(encoding="utf-8"))
+        table = README.partition("<!-- bench -->")[2].partition("<!-- /bench -->")[0]
+        self.assertEqual(table.strip(), tables.table(data["results"]))
 
     def test_every_named_file_exists(self):
         for name in re.findall(r"`((?:examples|tests|jax_dsa)/[\w/]+\.\w+)", README):

@@ -199,12 +199,14 @@ class DefaultTest(RegistryTestCase):
         self.put(self.cache)
         registry.default.cache_clear()
         self.addCleanup(registry.default.cache_clear)
+        data = self.cache.parent / "no_data"
+        self.enter_context(mock.patch.object(registry, "DATA", data))
         with mock.patch.dict(os.environ, {"JAX_DSA_CACHE_DIR": str(self.cache)}):
             found = registry.find("sm_90a", "forward", FACTS, build=False)
             self.assertEqual(registry.entries("sm_90a", build=False), (found,))
             self.assertIsNone(registry.reason("sm_90a", "forward", FACTS))
             folders = [kept.folder for kept in registry.default().stores]
-        self.assertEqual(folders, [registry.DATA, self.cache])
+        self.assertEqual(folders, [data, self.cache])
 
     def test_compiling_without_a_compiler(self):
         with mock.patch.object(registry, "COMPILER", "no-such-distribution"):

@@ -44,7 +44,7 @@ class WgmmaTest(parameterized.TestCase):
     def test_base_offset(self, shift, mn, swizzle, n):
         """The pattern starts ``shift`` rows of 128 bytes off its alignment."""
         options = {"majors": (mn, mn), "swizzles": (swizzle, swizzle)}
-        self.check(n, shifts=(shift, (3 * shift) % 8), **options)
+        self.check(n, shifts=(shift, (3 * shift) % 8), **options)  # pyright: ignore
 
     @parameterized.product(
         kind=tuple(TYPES), scales=((1, 1), (-1, 1), (1, -1), (-1, -1)), registers=(False, True)

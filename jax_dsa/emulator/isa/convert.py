@@ -62,10 +62,16 @@ def cvt_f64_f32(a):
     return a.astype(np.float64)
 
 
-@value("cvt.rn{|.ftz}.f32.f64", d="f32", s="f64")
+@value("cvt.rn.f32.f64", d="f32", s="f64")
 def cvt_f32_f64(a):
     """To nearest even."""
     return a.astype(np.float32)
+
+
+@value("cvt.rn.ftz.f32.f64", d="f32", s="f64")
+def cvt_ftz_f32_f64(a):
+    """To nearest even; zero where subnormal before rounding."""
+    return np.where(np.abs(a) < 2.0**-126, np.copysign(0, a), a).astype(np.float32)
 
 
 @value("cvt.f32.f16", d="f32", s="f16")

@@ -428,6 +428,7 @@ class Backward:
         tiles.copy_rows(shared[name], source, head, here, columns, at.warp, at.lane)
         if cutlass.const_expr(at.half == 0):
             write_statistics(x, shared["statistics"], at)
+        cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         _meet(Named.OPERANDS_LOADED)
 

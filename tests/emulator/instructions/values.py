@@ -393,9 +393,15 @@ def signed_of(word: int, type_: str) -> int:
 
 
 def change(dst: str, src: str, ftz: bool = False, saturate: bool = False) -> Callable:
-    """From one floating-point format to another."""
+    """From one floating-point format to another.
+
+    From float64, what is subnormal before it is rounded is flushed: just below the least normal
+    number an H200 gives 0.
+    """
 
     def fn(word):
+        if ftz and src == "f64" and (word >> 52 & 0x7FF) < 1023 - 126:
+            return word >> 32 & 0x80000000
         source = formats.flush(word) if ftz and src == "f32" else word
         result = encode(decode(source, src), dst, saturate)
         return formats.flush(result) if ftz and dst == "f32" else result
