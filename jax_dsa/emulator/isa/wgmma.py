@@ -16,7 +16,7 @@ import numpy as np
 from jax_dsa.emulator.engines import Op
 from jax_dsa.emulator.events import READ
 from jax_dsa.emulator.isa.addressing import uniform
-from jax_dsa.emulator.isa.copies import wait_for
+from jax_dsa.emulator.isa.copies import close_group, wait_for
 from jax_dsa.emulator.isa.descriptors import (
     SharedDescriptor,
     bounded,
@@ -277,12 +277,11 @@ def fence(asm, ins, parts):
 @effect("wgmma.commit_group.sync.aligned")
 def commit_group(asm, ins, parts):
     """Closes the group of the products issued so far (9.7.15.7.2)."""
+    close = close_group(FAMILY, ins)
 
     def run(group, active):
         Warpgroup.of(group).record(group, ins, active)
-        group.warp.tracker(FAMILY).commit(active)
-        if group.machine.on.commit:
-            group.machine.on.commit(group, FAMILY, ins)
+        close(group, active)
 
     return run
 
